@@ -1,0 +1,157 @@
+"""Puts an engine together for one stage of a Megatron job, and takes it apart again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_paci.channel import PipelineChannel
+from megatron_paci.compute import MegatronCompute
+from megatron_paci.engine import Engine
+from megatron_paci.groups import create_stage_groups, destroy_stage_groups
+from megatron_paci.schedule import StageSchedule
+from megatron_paci.window import MegatronWindow, StageLocalStatistics, stage_local_collection
+
+
+class MegatronStage:
+    """One pipeline stage of a Megatron job under PACI: the engine and all it was built from."""
+
+    def __init__(
+        self,
+        model: list[torch.nn.Module] | torch.nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        accumulation: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        timeout: timedelta | None = None,
+    ):
+        """Create the communicators and the engine; all ranks of the pipeline have to do so.
+
+        Args:
+            model: The rank's only model chunk, wrapped in Megatron's DistributedDataParallel.
+            optimizer: Megatron optimizer over its parameters. Its gradient statistics become
+                stage-local until ``close``.
+            scheduler: ``OptimizerParamScheduler`` or None.
+            accumulation: Backward passes per optimizer step.
+            pg_collection: Process groups of this rank; None for Megatron's global ones.
+            timeout: Time after which a message that does not come is an error.
+
+        Raises:
+            ValueError: There is more than one model chunk.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        if len(chunks) != 1:
+            raise ValueError(f"PACI runs one model chunk per rank, got {len(chunks)}")
+        self.model = chunks[0]
+        self.config = schedules.get_model_config(self.model)
+        self._closed = False
+        self._message_shape: tuple[int, ...] = ()
+        self._num_microbatches: int | None = None
+        self._collection = pg_collection or schedules._build_default_pg_collection()
+        pipeline = self._collection.pp
+        schedule = StageSchedule(pipeline.rank(), pipeline.size(), accumulation)
+        self.is_last_stage = schedule.stage == schedule.num_stages - 1
+        self.data_parallel_group = self._collection.dp_cp
+        self._groups = create_stage_groups(pipeline, timeout=timeout)
+        self._statistics = StageLocalStatistics(optimizer, self._groups.alone)
+        self.compute = MegatronCompute(
+            self.model,
+            self.config,
+            depth=schedule.depth,
+            context_parallel_size=self._collection.cp.size(),
+            is_last_stage=self.is_last_stage,
+        )
+        self.window = MegatronWindow(
+            self.model,
+            optimizer,
+            scheduler,
+            self.config,
+            stage_local_collection(self._collection, self._groups.alone),
+            accumulation=accumulation,
+        )
+        channel = PipelineChannel(
+            self._groups, self.config, depth=schedule.depth, shape=lambda: self._message_shape
+        )
+        self.engine = Engine(
+            schedule, compute=self.compute, channel=channel, window=self.window
+        )
+
+    def run(
+        self,
+        forward_step_func: Any,
+        data_iterator: Any,
+        num_microbatches: int,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+    ) -> list[Any]:
+        """Run the forwards of ``num_microbatches`` and what falls between them (``Engine.run``).
+
+        A change of ``num_microbatches`` from one call to the next drains the stream first.
+
+        Returns:
+            What the loss function returned for logging, one entry per microbatch, on the last
+            stage; an empty list elsewhere.
+        """
+        if num_microbatches != self._num_microbatches:
+            self.drain()
+            self._num_microbatches = num_microbatches
+        self.window.samples_per_microbatch = micro_batch_size * self._collection.dp.size()
+        self._message_shape = schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=self.config,
+            tp_group=self._collection.tp,
+            cp_group=self._collection.cp,
+        )[0]
+        self.compute.bind(forward_step_func, data_iterator, self.window.accumulation)
+        self.engine.run(num_microbatches)
+        return self.compute.forward_data
+
+    def set_accumulation(self, accumulation: int) -> None:
+        """Change the window length, after a drain; without effect if it is the same."""
+        self.engine.set_accumulation(accumulation)
+        self.window.accumulation = accumulation
+
+    def drain(self) -> None:
+        """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""
+        self.engine.drain()
+
+    def close(self) -> None:
+        """Undo what building changed. Microbatches still in flight are dropped: drain first."""
+        if self._closed:
+            return
+        self._closed = True
+        self.engine.close()
+        self._statistics.undo()
+
+    def destroy_groups(self) -> None:
+        """Destroy the communicators; all ranks of the pipeline have to do so, after ``close``."""
+        destroy_stage_groups(self._groups)
+
+
+_installed: MegatronStage | None = None
+
+
+def install_stage(stage: MegatronStage | None) -> None:
+    """Make ``stage`` the one that the schedule function drives; None takes it out.
+
+    Raises:
+        RuntimeError: Another one is installed.
+    """
+    global _installed
+    if stage is not None and _installed is not None:
+        raise RuntimeError("a PACI stage is installed already; close it and take it out first")
+    _installed = stage
+
+
+def installed_stage() -> MegatronStage | None:
+    """Return this process's stage, or None outside of PACI training."""
+    return _installed

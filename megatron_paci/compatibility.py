@@ -1,0 +1,341 @@
+"""What PACI runs with, as a table of rules; one error lists every rule a command line breaks.
+
+The rules read Megatron's arguments as they were parsed, before Megatron validates and rewrites
+them, so that a refused run ends before any process group, data set or model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_paci.arguments import SCHEDULES, selected_schedule
+
+logger = logging.getLogger(__name__)
+
+TRIED_MEGATRON_VERSIONS = ("0.19.2",)
+
+
+class ConfigurationError(ValueError):
+    """A command line that cannot run; the message lists every reason with its remedy."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination that is refused."""
+
+    feature: str
+    """The flags or the feature, as a user knows it."""
+
+    violated: Callable[[argparse.Namespace], bool]
+    """Whether parsed arguments break the rule."""
+
+    reason: str
+    """Why it cannot work, a template over the parsed arguments."""
+
+    remedy: str
+    """What to do instead, likewise."""
+
+
+def _is_set(*names: str, unless: tuple = (None, False, 0, "none", [])) -> Callable[..., bool]:
+    """Return a predicate: one of the arguments ``names`` has a value not among ``unless``."""
+    return lambda args: any(getattr(args, name, None) not in unless for name in names)
+
+
+def _more_than_one(name: str) -> Callable[..., bool]:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+def has_virtual_stages(args: argparse.Namespace) -> bool:
+    """Whether the flags ask for more than one model chunk per pipeline rank."""
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if layout is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        return stages > args.pipeline_model_parallel_size
+    return any(
+        getattr(args, name, None) is not None
+        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    )
+
+
+def data_parallel_size(args: argparse.Namespace) -> int:
+    """Return the number of data-parallel replicas that the flags imply."""
+    model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    return max(1, args.world_size // model)
+
+
+def microbatch_counts(args: argparse.Namespace) -> tuple[int, ...]:
+    """Return every number of microbatches per iteration that the flags lead to.
+
+    More than one only with ``--step-batch-size-schedule``. Empty if the flags are incomplete,
+    which Megatron itself reports.
+    """
+    samples = (args.micro_batch_size or 0) * data_parallel_size(args)
+    schedule = getattr(args, "step_batch_size_schedule", None)
+    if not samples:
+        return ()
+    if schedule is not None:
+        try:
+            sizes = [int(entry.split(":")[1]) for entry in schedule.split()]
+        except (IndexError, ValueError):
+            return ()
+    else:
+        sizes = [args.global_batch_size or samples]
+    return tuple(size // samples for size in sizes)
+
+
+def _bad_accumulation(args: argparse.Namespace) -> bool:
+    accum = args.paci_accum
+    return accum is not None and not (isinstance(accum, int) and accum >= 1)
+
+
+def _indivisible(args: argparse.Namespace) -> bool:
+    if args.paci_accum is None or _bad_accumulation(args):
+        return False
+    return any(count % args.paci_accum for count in microbatch_counts(args))
+
+
+def _divisors(args: argparse.Namespace) -> str:
+    counts = microbatch_counts(args)
+    fitting = [a for a in range(1, min(counts) + 1) if not any(count % a for count in counts)]
+    return " or ".join(map(str, fitting[-4:]))
+
+
+SELECTION_RULES = (
+    Rule(
+        "--pipeline-schedule",
+        lambda args: args.pipeline_schedule not in SCHEDULES,
+        "--pipeline-schedule {args.pipeline_schedule}: there is no such schedule",
+        "take one of " + ", ".join(SCHEDULES),
+    ),
+    Rule(
+        "--pipeline-schedule 1f1b with virtual stages",
+        lambda args: args.pipeline_schedule == "1f1b" and has_virtual_stages(args),
+        "--pipeline-schedule 1f1b: with several model chunks per rank Megatron runs its "
+        "interleaved schedule",
+        "drop the virtual-stage flags, or take --pipeline-schedule interleaved",
+    ),
+    Rule(
+        "--pipeline-schedule interleaved without virtual stages",
+        lambda args: args.pipeline_schedule == "interleaved" and not has_virtual_stages(args),
+        "--pipeline-schedule interleaved: needs several model chunks per rank",
+        "add e.g. --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    Rule(
+        "--pipeline-schedule interleaved without pipeline",
+        lambda args: args.pipeline_schedule == "interleaved"
+        and args.pipeline_model_parallel_size == 1,
+        "--pipeline-schedule interleaved: there is only one pipeline stage",
+        "add e.g. --pipeline-model-parallel-size 2",
+    ),
+    Rule(
+        "--paci-accum without paci",
+        lambda args: args.paci_accum is not None and args.pipeline_schedule in SCHEDULES[:-1],
+        "--paci-accum {args.paci_accum}: has no meaning under --pipeline-schedule "
+        "{args.pipeline_schedule}",
+        "add --pipeline-schedule paci, or drop --paci-accum",
+    ),
+)
+
+PACI_RULES = (
+    Rule(
+        "--paci-accum",
+        _bad_accumulation,
+        "--paci-accum {args.paci_accum}: not a whole number of at least 1",
+        "give the backward passes per optimizer step, e.g. --paci-accum 4",
+    ),
+    Rule(
+        "--paci-accum that does not divide the microbatches",
+        _indivisible,
+        "--paci-accum {args.paci_accum}: does not divide the {counts} microbatches of an iteration "
+        "(global batch / (micro batch * data parallel)), so drains would fall inside a window",
+        "take --paci-accum {divisors}, or change --global-batch-size",
+    ),
+    Rule(
+        "virtual pipeline stages",
+        has_virtual_stages,
+        "virtual pipeline stages: PACI runs one model chunk per rank, it has no bubble for them "
+        "to fill",
+        "drop --num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or "
+        "the second chunk of --pipeline-model-parallel-layout",
+    ),
+    Rule(
+        "CUDA graphs",
+        _is_set("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph",
+                "optimizer_cuda_graph"),
+        "CUDA graphs: they capture one fixed order of microbatches per iteration, PACI's runs on "
+        "across iterations",
+        "drop --cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph and "
+        "--optimizer-cuda-graph",
+    ),
+    Rule(
+        "Megatron FSDP, torch FSDP2",
+        _is_set("use_megatron_fsdp", "use_torch_fsdp2"),
+        "fully sharded data parallelism: the sharded weights are gathered and freed around each "
+        "pass, which assumes that no optimizer step falls between a forward and its backward",
+        "drop --use-megatron-fsdp / --use-torch-fsdp2",
+    ),
+    Rule(
+        "tied embeddings",
+        lambda args: not args.untie_embeddings_and_output_weights
+        and args.pipeline_model_parallel_size > 1,
+        "tied embeddings: the first and the last stage would have to sum their gradients at every "
+        "step; not supported yet",
+        "add --untie-embeddings-and-output-weights",
+    ),
+    Rule(
+        "fp16",
+        _is_set("fp16"),
+        "--fp16: the dynamic loss scale is decided over all stages at every step; not supported yet",
+        "take --bf16",
+    ),
+    Rule(
+        "fp8, fp4",
+        _is_set("fp8", "fp4"),
+        "fp8 and fp4: their cached weight copies and scaling factors have not been proved here",
+        "take --bf16",
+    ),
+    Rule(
+        "per-token loss",
+        _is_set("calculate_per_token_loss"),
+        "--calculate-per-token-loss: only the last stage knows a window's token count in time; "
+        "not supported yet",
+        "drop --calculate-per-token-loss",
+    ),
+    Rule(
+        "data parallelism",
+        lambda args: data_parallel_size(args) > 1,
+        "data parallel size {data_parallel}: not supported yet",
+        "start {model_ranks} ranks, or raise --pipeline-model-parallel-size",
+    ),
+    Rule(
+        "distributed optimizer",
+        _is_set("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+        "the distributed optimizer and its overlaps: not supported yet, and of no use without "
+        "data parallelism",
+        "drop --use-distributed-optimizer, --overlap-grad-reduce and --overlap-param-gather",
+    ),
+    Rule(
+        "tensor, context, expert parallelism",
+        lambda args: any(
+            _more_than_one(name)(args)
+            for name in ("tensor_model_parallel_size", "context_parallel_size",
+                         "expert_model_parallel_size")
+        ),
+        "tensor, context and expert parallelism: not supported yet",
+        "leave --tensor-model-parallel-size, --context-parallel-size and "
+        "--expert-model-parallel-size at 1",
+    ),
+    Rule(
+        "mixture of experts, multi-token prediction",
+        _is_set("num_experts", "mtp_num_layers"),
+        "mixture of experts and multi-token prediction: their auxiliary losses and statistics are "
+        "not supported yet",
+        "drop --num-experts and --mtp-num-layers",
+    ),
+    Rule(
+        "packed sequences",
+        _is_set("sft", "dataloader_inter_document_masking", "hybrid_context_parallel"),
+        "packed or variable-length sequences: not supported yet",
+        "drop --sft, --dataloader-inter-document-masking and --hybrid-context-parallel",
+    ),
+    Rule(
+        "other optimizers",
+        lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd")
+        or getattr(args, "optimizer_cpu_offload", False),
+        "optimizers other than adam and sgd, and optimizer offload: not supported yet",
+        "take --optimizer adam",
+    ),
+    Rule(
+        "reinforcement learning, distillation",
+        _is_set("perform_rl_step", "modelopt_enabled", "logits_load_dir"),
+        "reinforcement-learning and distillation loops drive the schedule themselves",
+        "drop the flags of those loops",
+    ),
+    Rule(
+        "error injection",
+        _is_set("error_injection_rate"),
+        "--error-injection-rate: re-runs a step in place, which is impossible while later "
+        "microbatches are in flight",
+        "drop --error-injection-rate",
+    ),
+    Rule(
+        "per-iteration tensor dumps",
+        _is_set("save_wgrads_interval", "save_dgrads_interval", "save_activations_interval",
+                "save_params_interval", "save_tokens_per_expert_interval"),
+        "dumps of an iteration's gradients, activations or parameters: an iteration is no unit of "
+        "work under PACI, its last backward passes belong to the next one",
+        "drop --save-*-interval other than --save-interval",
+    ),
+    Rule(
+        "overlapped pipeline communication",
+        _is_set("overlap_moe_expert_parallel_comm", "qk_clip", "log_max_attention_logit"),
+        "--overlap-moe-expert-parallel-comm, --qk-clip and --log-max-attention-logit are tied to "
+        "Megatron's own schedules",
+        "drop them",
+    ),
+)
+
+
+def violations(args: argparse.Namespace) -> list[str]:
+    """Return one line per broken rule: the reason and the remedy."""
+    rules = SELECTION_RULES + (PACI_RULES if selected_schedule(args) == "paci" else ())
+    facts = {"args": args, "counts": "", "divisors": "", "data_parallel": "", "model_ranks": ""}
+    if selected_schedule(args) == "paci":
+        replicas = data_parallel_size(args)
+        facts["data_parallel"], facts["model_ranks"] = replicas, args.world_size // replicas
+        if counts := microbatch_counts(args):
+            facts["counts"] = " or ".join(map(str, sorted(set(counts))))
+            facts["divisors"] = _divisors(args)
+    return [
+        f"- {rule.reason.format(**facts)}. Remedy: {rule.remedy.format(**facts)}."
+        for rule in rules
+        if rule.violated(args)
+    ]
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        ConfigurationError: With every broken rule, its reason and its remedy.
+    """
+    if broken := violations(args):
+        raise ConfigurationError("megatron_paci cannot run with these flags:\n" + "\n".join(broken))
+
+
+def take_over(args: argparse.Namespace) -> None:
+    """Turn off what Megatron has on by default and PACI replaces; one warning names it all."""
+    changed = []
+    if args.rerun_mode != "disabled":
+        changed.append(
+            f"--rerun-mode {args.rerun_mode} -> disabled (a step cannot be repeated in place while "
+            "later microbatches are in flight)"
+        )
+        args.rerun_mode = "disabled"
+    if args.timing_log_level > 0 and args.barrier_with_L1_time:
+        changed.append("--no-barrier-with-level-1-timing added (barriers would stop the stream)")
+        args.barrier_with_L1_time = False
+    if changed and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning("--pipeline-schedule paci changes: %s", "; ".join(changed))
+
+
+def warn_untried_version(version: str) -> None:
+    """Say once that this Megatron-Core version is not one the hooks were tried on."""
+    if version not in TRIED_MEGATRON_VERSIONS and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(
+            "megatron_paci was tried with Megatron-Core %s, this is %s; the hooked functions have "
+            "the expected signatures, but check the results against --pipeline-schedule 1f1b",
+            ", ".join(TRIED_MEGATRON_VERSIONS), version,
+        )

@@ -1,0 +1,236 @@
+"""The engine: one object per pipeline stage that runs the endless PACI order across iterations.
+
+It knows the order (schedule.py) and the bookkeeping of microbatches in flight, versions and drift;
+how a pass is computed, how messages travel and how weights are updated is given to it. So the very
+same code runs a stage of a distributed job, all stages of a replay in one process, and mock stages
+in tests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from megatron_paci.schedule import Action, Kind, StageSchedule
+
+
+class Compute(Protocol):
+    """The forward and backward pass of a stage."""
+
+    def forward(self, microbatch: int, input_tensor: Any, first_of_version: bool) -> Any:
+        """Return the output for one microbatch; the first stage gets None and reads its data."""
+
+    def backward(self, input_tensor: Any, output_tensor: Any, output_grad: Any) -> Any:
+        """Accumulate the weight gradients and return the gradient of the input."""
+
+    def release(self, output_tensor: Any) -> None:
+        """Free the data of an output that was handed to the channel; its graph stays."""
+
+
+class Channel(Protocol):
+    """The links to the neighbours; the outer ends of the pipeline hand out and take None."""
+
+    def expect_forwards(self, count: int) -> None:
+        """Say how many forward messages this run will take, so receives can be posted ahead."""
+
+    def receive_forward(self, microbatch: int) -> Any:
+        """Return the input of ``microbatch``."""
+
+    def send_forward(self, microbatch: int, output_tensor: Any) -> None:
+        """Send an output on; does not wait."""
+
+    def receive_backward(self, microbatch: int) -> Any:
+        """Return the gradient of the output of ``microbatch``."""
+
+    def send_backward(self, microbatch: int, input_grad: Any) -> None:
+        """Send the gradient of an input back; does not wait."""
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived; called at the end of a drain."""
+
+
+class Window(Protocol):
+    """The weight update of a stage."""
+
+    def prepare(self, last: bool) -> None:
+        """Called before every backward; ``last`` if it completes the window."""
+
+    def step(self) -> None:
+        """Reduce within the stage, clip, update, advance the learning rate, zero the gradients."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A microbatch whose forward is done and whose backward is not."""
+
+    microbatch: int
+    version: int
+    """The stage's version at the forward."""
+    input_tensor: Any
+    output_tensor: Any
+
+
+class Engine:
+    """One pipeline stage under PACI.
+
+    Attributes:
+        version: Optimizer steps this stage has taken since it was built.
+        num_forwards: Microbatches forwarded since it was built.
+        num_backwards: Likewise for backward passes; equal to ``num_forwards`` after a drain.
+        drift_counts: How many microbatches had which drift (version at backward - at forward).
+        in_flight_max: Most microbatches that were in flight at once.
+    """
+
+    def __init__(
+        self,
+        schedule: StageSchedule,
+        *,
+        compute: Compute,
+        channel: Channel,
+        window: Window,
+        observer: Callable[[Engine, Action], None] | None = None,
+    ):
+        """Allocate the state of a stage; nothing runs and nothing is sent yet.
+
+        Args:
+            observer: Called after every action, for tests and tracing.
+        """
+        self.compute = compute
+        self.channel = channel
+        self.window = window
+        self.observer = observer
+        self.version = 0
+        self.num_forwards = 0
+        self.num_backwards = 0
+        self.drift_counts: Counter[int] = Counter()
+        self.in_flight_max = 0
+        self.in_flight: deque[InFlight] = deque()
+        self._last_actions: deque[str] = deque(maxlen=12)
+        self._current: Action | None = None
+        self._forward_version: int | None = None
+        self._begin_stream(schedule)
+
+    def _begin_stream(self, schedule: StageSchedule) -> None:
+        self.schedule = schedule
+        self._ticks = schedule.ticks()
+        self._stream_forwards = 0
+
+    def set_accumulation(self, accumulation: int) -> None:
+        """Change the window length, after a drain; without effect if it is the same."""
+        old = self.schedule
+        if accumulation != old.accumulation:
+            self.drain()
+            self._begin_stream(StageSchedule(old.stage, old.num_stages, accumulation, old.depth))
+
+    def run(self, num_forwards: int) -> None:
+        """Run ``num_forwards`` forwards, and the backwards and steps that fall between them.
+
+        In a stream that has filled, these are as many backwards; they lag behind the forwards by
+        ``depth - 1`` microbatches.
+
+        Raises:
+            ValueError: ``num_forwards`` is not a multiple of the window length, so a later drain
+                would not fall on a window boundary.
+        """
+        if num_forwards % self.schedule.accumulation:
+            raise ValueError(
+                f"{num_forwards} microbatches are not a multiple of the accumulation of "
+                f"{self.schedule.accumulation}; choose an accumulation that divides them"
+            )
+        self.channel.expect_forwards(num_forwards)
+        for tick in islice(self._ticks, num_forwards):
+            for action in tick:
+                self.execute(action)
+
+    def drain(self) -> None:
+        """Run the backwards and steps of all microbatches in flight, and begin a new stream.
+
+        All stages have to drain after the same forwards. Without effect on a drained engine.
+        """
+        for action in self.schedule.drain(self._stream_forwards):
+            self.execute(action)
+        assert not self.in_flight and self.num_forwards == self.num_backwards
+        self.channel.finish()
+        self._begin_stream(self.schedule)
+
+    def execute(self, action: Action) -> None:
+        """Run one action; the caller keeps the order of the schedule.
+
+        Raises:
+            Exception: Whatever the action raised, with a note that says where in the schedule.
+        """
+        self._current = action
+        try:
+            if action.kind is Kind.FORWARD:
+                self._forward(action.microbatch)
+            elif action.kind is Kind.BACKWARD:
+                self._backward(action.microbatch)
+            else:
+                self.window.step()
+                self.version += 1
+            if self.observer is not None:
+                self.observer(self, action)
+        except BaseException as error:
+            error.add_note(self.describe())
+            raise
+        self._last_actions.append(str(action))
+        self._current = None
+
+    def _forward(self, microbatch: int) -> None:
+        assert len(self.in_flight) < self.schedule.depth, "throttle exceeded"
+        input_tensor = self.channel.receive_forward(microbatch)
+        # Cached low-precision weights are renewed by the first forward after each update.
+        first_of_version = self._forward_version != self.version
+        self._forward_version = self.version
+        output_tensor = self.compute.forward(microbatch, input_tensor, first_of_version)
+        self.channel.send_forward(microbatch, output_tensor)
+        self.compute.release(output_tensor)
+        self.in_flight.append(InFlight(microbatch, self.version, input_tensor, output_tensor))
+        self.in_flight_max = max(self.in_flight_max, len(self.in_flight))
+        self.num_forwards += 1
+        self._stream_forwards += 1
+
+    def _backward(self, microbatch: int) -> None:
+        output_grad = self.channel.receive_backward(microbatch)
+        oldest = self.in_flight.popleft()
+        assert oldest.microbatch == microbatch, "backwards are first in, first out"
+        self.window.prepare(self.schedule.ends_window(microbatch))
+        input_grad = self.compute.backward(oldest.input_tensor, oldest.output_tensor, output_grad)
+        self.channel.send_backward(microbatch, input_grad)
+        self.drift_counts[self.version - oldest.version] += 1
+        self.num_backwards += 1
+
+    def describe(self) -> str:
+        """Return one paragraph that says where in the schedule this stage is."""
+        schedule = self.schedule
+        queue = " ".join(f"{entry.microbatch}@v{entry.version}" for entry in self.in_flight)
+        return (
+            f"PACI stage {schedule.stage} of {schedule.num_stages}, accumulation "
+            f"{schedule.accumulation}: in action {self._current or 'none'}, version "
+            f"{self.version}, in flight [{queue}] of at most {schedule.depth}, last actions "
+            f"{' '.join(self._last_actions) or 'none'}"
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the counters as plain values, for records and reports."""
+        return {
+            "stage": self.schedule.stage,
+            "num_stages": self.schedule.num_stages,
+            "accumulation": self.schedule.accumulation,
+            "updates": self.version,
+            "microbatches": self.num_backwards,
+            "drift_counts": {str(drift): n for drift, n in sorted(self.drift_counts.items())},
+            "drift_max": max(self.drift_counts, default=0),
+            "drift_bound": self.schedule.drift_bound,
+            "in_flight_max": self.in_flight_max,
+            "in_flight_bound": self.schedule.depth,
+        }
+
+    def close(self) -> None:
+        """Release the activations of what is still in flight; the engine cannot run again."""
+        self.in_flight.clear()
+        self._ticks = iter(())
+

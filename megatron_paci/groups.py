@@ -1,0 +1,88 @@
+"""Process groups of a stage: the only place that creates any.
+
+All of them are made once, before training, in the same order on all their members; none appears
+inside the training loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """The communicators of one rank. The outer ends of the pipeline lack those on one side."""
+
+    alone: torch.distributed.ProcessGroup
+    """This rank alone: stands in where Megatron wants a group that must not span stages."""
+
+    forward_from_previous: torch.distributed.ProcessGroup | None = None
+    forward_to_next: torch.distributed.ProcessGroup | None = None
+    backward_from_next: torch.distributed.ProcessGroup | None = None
+    backward_to_previous: torch.distributed.ProcessGroup | None = None
+
+
+def create_stage_groups(
+    pp_group: torch.distributed.ProcessGroup, *, timeout: timedelta | None = None
+) -> StageGroups:
+    """Create the groups of this rank; every rank of the job has to call it.
+
+    Each pair of neighbouring stages gets one communicator per direction. The operations of one
+    communicator complete in the order in which they were posted, so nothing else may share it:
+    with a common one for both directions, or for the receives and the sends of a stage, a receive
+    that is posted ahead would hold back every later send.
+
+    Args:
+        pp_group: The pipeline of this rank.
+        timeout: Time after which a message that does not come is an error; None for the default.
+    """
+    # PyTorch derives a group's name from how many were created before, so all ranks create all
+    # groups in one order, those of other pipelines included.
+    pipelines: list[list[int]] = [[]] * torch.distributed.get_world_size()
+    own = torch.distributed.get_process_group_ranks(pp_group)
+    torch.distributed.all_gather_object(pipelines, own)
+    rank = torch.distributed.get_rank()
+    groups = {}
+    for ranks in sorted(set(map(tuple, pipelines))):
+        for member in ranks:
+            alone = _new_group([member], "PACI_ALONE", timeout)
+            if member == rank:
+                groups["alone"] = alone
+        for upper, lower in pairwise(ranks):
+            forward = _new_group([upper, lower], "PACI_FORWARD", timeout)
+            backward = _new_group([lower, upper], "PACI_BACKWARD", timeout)
+            if rank == upper:
+                groups |= {"forward_to_next": forward, "backward_from_next": backward}
+            elif rank == lower:
+                groups |= {"forward_from_previous": forward, "backward_to_previous": backward}
+    return StageGroups(**groups)
+
+
+def _new_group(
+    ranks: list[int], description: str, timeout: timedelta | None
+) -> torch.distributed.ProcessGroup:
+    """Create a group, the sender first.
+
+    Megatron's P2PCommunicator sends the messages of a two-rank group over that group only if the
+    sender is its rank 0, and over the world group otherwise. Group ranks follow the given order
+    where PyTorch can do so (``sort_ranks``, 2.12); before, backward messages take the world group,
+    which carries the same data but shares a communicator.
+    """
+    keep_order = {}
+    if "sort_ranks" in inspect.signature(torch.distributed.new_group).parameters:
+        keep_order = {"sort_ranks": False}
+    return torch.distributed.new_group(
+        ranks, timeout=timeout, group_desc=description, **keep_order
+    )
+
+
+def destroy_stage_groups(groups: StageGroups) -> None:
+    """Destroy the groups again; every member has to call it."""
+    for group in vars(groups).values():
+        if group is not None:
+            torch.distributed.destroy_process_group(group)

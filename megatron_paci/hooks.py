@@ -1,0 +1,189 @@
+"""Where the plugin enters Megatron: every hooked function, once, with the reason.
+
+Nothing else imports this module. With ``--pipeline-schedule`` left at ``auto`` every wrapper only
+calls the original.
+"""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import megatron.core
+from megatron.training import get_args
+from megatron.training.global_vars import get_args as global_args
+
+from megatron_paci import compatibility
+from megatron_paci.arguments import add_paci_arguments, selected_schedule
+from megatron_paci.build import MegatronStage, install_stage, installed_stage
+from megatron_paci.data_helpers import ensure_helpers
+from megatron_paci.forward_backward import forward_backward_pipelining_paci
+from megatron_paci.patching import Patch, PatchSet
+from megatron_paci.record import Recorder
+from megatron_paci.train_step import paci_train_step
+
+_recorder: Recorder | None = None
+
+
+def _get_forward_backward_func(original, *args, **kwargs):
+    if installed_stage() is not None or _schedule() == "paci":
+        return forward_backward_pipelining_paci
+    return original(*args, **kwargs)
+
+
+def _schedule() -> str:
+    try:
+        return selected_schedule(global_args())
+    except AssertionError:  # Megatron-Core without megatron.training: no arguments were parsed
+        return "auto"
+
+
+def _add_megatron_arguments(original, parser):
+    return add_paci_arguments(original(parser))
+
+
+def _validate_args(original, args, *rest, **kwargs):
+    compatibility.check(args)
+    if selected_schedule(args) == "paci":
+        compatibility.take_over(args)
+    return original(args, *rest, **kwargs)
+
+
+def _train(original, *args, **kwargs):
+    global _recorder
+    arguments = get_args()
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    model, optimizer = call["model"], call["optimizer"]
+    if arguments.paci_record:
+        _recorder = Recorder(arguments.paci_record, model[0], optimizer)
+    stage = None
+    if selected_schedule(arguments) == "paci":
+        stage = MegatronStage(
+            model,
+            optimizer,
+            call["opt_param_scheduler"],
+            accumulation=arguments.paci_accum or 1,
+            timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
+        )
+        install_stage(stage)
+    try:
+        result = original(*args, **kwargs)
+        _drain()
+        return result
+    except SystemExit:
+        # Megatron leaves training by this for --exit-interval and the like, on all ranks at the
+        # same iteration: let the microbatches in flight come home before the links close.
+        _drain()
+        raise
+    finally:
+        if _recorder is not None:
+            _recorder.write(stage and stage.engine.statistics())
+        if stage is not None:
+            install_stage(None)
+            stage.close()
+
+
+def _train_step(original, *args, **kwargs):
+    step = original if installed_stage() is None else paci_train_step
+    if _recorder is None:
+        return step(*args, **kwargs)
+    with _recorder.counting():
+        result = step(*args, **kwargs)
+    _recorder.iteration(result)
+    return result
+
+
+def _evaluate(original, *args, **kwargs):
+    _drain()
+    result = original(*args, **kwargs)
+    if _recorder is not None:
+        _recorder.evaluation(result)
+    return result
+
+
+def _save_checkpoint_and_time(original, *args, **kwargs):
+    _drain()
+    return original(*args, **kwargs)
+
+
+def _compile_helpers(original):
+    ensure_helpers(original)
+
+
+def _drain() -> None:
+    if (stage := installed_stage()) is not None:
+        stage.drain()
+
+
+TRAINING = "megatron.training.training"
+
+PATCHES = PatchSet(
+    (
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            _get_forward_backward_func,
+            ("pp_size", "vp_size"),
+            "hands out the PACI schedule",
+        ),
+        Patch(
+            "megatron.training.arguments:add_megatron_arguments",
+            _add_megatron_arguments,
+            ("parser",),
+            "adds the flags",
+        ),
+        Patch(
+            "megatron.training.arguments:validate_args",
+            _validate_args,
+            ("args", "defaults"),
+            "refuses what cannot run, before any process group is made",
+        ),
+        Patch(
+            f"{TRAINING}:train",
+            _train,
+            ("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
+            "builds the stage before the loop and takes it apart after it",
+        ),
+        Patch(
+            f"{TRAINING}:train_step",
+            _train_step,
+            (
+                "forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler",
+                "config", "forward_backward_func",
+            ),
+            "leaves the optimizer to the schedule, reduces nothing over stages",
+        ),
+        Patch(
+            f"{TRAINING}:evaluate",
+            _evaluate,
+            ("forward_step_func", "data_iterator", "model"),
+            "drains before evaluation",
+        ),
+        Patch(
+            f"{TRAINING}:save_checkpoint_and_time",
+            _save_checkpoint_and_time,
+            ("iteration", "model", "optimizer", "opt_param_scheduler"),
+            "drains before a checkpoint",
+        ),
+        Patch(
+            "megatron.core.datasets.utils:compile_helpers",
+            _compile_helpers,
+            (),
+            "does not build the data-index helper that the wheel brings already built",
+        ),
+    )
+)
+
+
+def install() -> None:
+    """Install all hooks; see ``megatron_paci.install``."""
+    if not PATCHES.installed:
+        compatibility.warn_untried_version(megatron.core.__version__)
+        PATCHES.install()
+
+
+def uninstall() -> None:
+    """Take all hooks out; see ``megatron_paci.uninstall``."""
+    if installed_stage() is not None:
+        raise RuntimeError("cannot uninstall while training runs under PACI")
+    PATCHES.uninstall()
