@@ -1,0 +1,45 @@
+# Every target sets up .venv first (tools/bootstrap.py), which costs time only once.
+# Options go through ARGS:  make test ARGS="-k drift"    make corpus ARGS="--vocab-size 8192"
+
+ARGS ?=
+# One thread per process: with several ranks on a few cores, more threads only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test corpus lock clean distclean
+
+# Any Python from 3.6 on can run the scripts in tools/; the first that really starts does.
+define run-tool
+for python in python3 /usr/bin/python3 /usr/local/bin/python3 python python3.12 python3.13 \
+        "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.*/bin/python; do \
+    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1; then \
+        exec "$$python" $(1); \
+    fi; \
+done; \
+echo "megatron_paci: no Python 3 found. Install Python 3.12 with its venv module." >&2; exit 1
+endef
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## set up .venv: Python 3.12 or newer, the locked packages (about 6 GB), this project
+	@$(call run-tool,tools/bootstrap.py)
+
+demo: setup  ## train a small model with PACI on this machine's CPUs
+	@.venv/bin/python examples/demo.py $(ARGS)
+
+test: setup  ## run the tests
+	@.venv/bin/python -m pytest $(ARGS)
+
+corpus: setup  ## build a training corpus from Python's standard library in out/corpus
+	@.venv/bin/python examples/prepare_corpus.py $(ARGS)
+
+lock:  ## resolve setup.py's requirements anew and write requirements.lock
+	@$(call run-tool,tools/lock.py)
+
+clean:  ## remove what runs leave behind (out/, caches, build files)
+	@rm -rf out build dist ./*.egg-info .pytest_cache .hypothesis .ruff_cache
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## the same, and .venv
+	@rm -rf .venv
