@@ -50,7 +50,17 @@ def add_paci_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     ArgumentGroupFactory(PaciArguments).build_group(parser, title="paci")
+    _escape_percent_signs(parser)
     return parser
+
+
+def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
+    """Let ``--help`` work: a lone percent sign in one of Megatron 0.19's texts makes it raise."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % vars(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def selected_schedule(args: argparse.Namespace | None) -> str:

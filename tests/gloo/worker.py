@@ -1,0 +1,204 @@
+"""One rank of a distributed test: runs scenarios of real Megatron training on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import json
+import os
+import random
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = int(os.environ["RANK"])
+
+
+def watch(seconds: float) -> None:
+    """After ``seconds`` print what this rank was doing last, and end the process."""
+
+    def expire() -> None:
+        from megatron_paci.build import installed_stage
+
+        stage = installed_stage()
+        print(f"rank {RANK}: no end after {seconds} s;",
+              stage.engine.describe() if stage else "no PACI stage is installed", flush=True)
+        faulthandler.dump_traceback(file=sys.stdout, all_threads=True)
+        os._exit(70)
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+
+
+def digest(tensors) -> str:
+    """Return a hash over the bytes of tensors, in order."""
+    import torch
+
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        total.update(flat.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def optimizer_tensors(optimizer):
+    """Yield the state of every parameter, in the order of the parameter groups."""
+    import torch
+
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                for _, value in sorted(part.optimizer.state[parameter].items()):
+                    yield value if torch.is_tensor(value) else torch.tensor(float(value))
+
+
+def live_storage_bytes() -> int:
+    """Return the bytes of all tensor storages that Python can reach."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        with contextlib.suppress(Exception):
+            if isinstance(item, torch.Tensor):
+                storage = item.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def train(arguments: list[str], *, script: str, save_initial: str | None = None,
+          replay: dict | None = None, sleep_ms: float = 0) -> dict:
+    """Run a launch script under the hooks; return what this rank saw.
+
+    Args:
+        save_initial: File stem; the initial state of the model goes to ``<stem>.rank<r>.pt``.
+        replay: Instead of training, replay ``replay["num_stages"]`` stages in this process.
+        sleep_ms: Most milliseconds of a random sleep after every action.
+    """
+    import torch
+
+    from megatron_paci.build import installed_stage
+    from megatron_paci.patching import Patch, PatchSet
+
+    seen: dict = {"actions": [], "losses": [], "evaluations": []}
+    delays = random.Random(RANK)
+
+    def observe(engine, action):
+        seen["actions"].append(str(action))
+        time.sleep(delays.uniform(0, sleep_ms / 1000))
+
+    def probe_train(original, *args, **kwargs):
+        model, optimizer = args[1][0], args[2]
+        if save_initial:
+            torch.save(model.module.state_dict(), f"{save_initial}.rank{RANK}.pt")
+        if replay:
+            from tests.gloo.replay import replay_training
+
+            return replay_training(seen, args, **replay)
+        result = original(*args, **kwargs)
+        seen["weights"] = digest(model.parameters())
+        seen["optimizer"] = digest(optimizer_tensors(optimizer))
+        seen["learning_rate"] = optimizer.param_groups[0]["lr"]
+        seen["bytes"] = live_storage_bytes()
+        return result
+
+    def probe_step(original, *args, **kwargs):
+        stage = installed_stage()
+        if stage is not None and stage.engine.observer is None:
+            stage.engine.observer = observe
+            seen["engine"] = stage.engine
+        result = original(*args, **kwargs)
+        seen["losses"].append({name: float(value) for name, value in result[0].items()})
+        return result
+
+    def probe_evaluate(original, *args, **kwargs):
+        result = original(*args, **kwargs)
+        seen["evaluations"].append({name: float(value) for name, value in result[0].items()})
+        return result
+
+    training = "megatron.training.training"
+    probes = PatchSet(
+        (
+            Patch(f"{training}:train", probe_train, (), "probe"),
+            Patch(f"{training}:train_step", probe_step, (), "probe"),
+            Patch(f"{training}:evaluate", probe_evaluate, (), "probe"),
+        )
+    )
+    path = ROOT / script
+    sys.argv = [str(path), *arguments, *cpu_flags(arguments)]
+    probes.install()
+    try:
+        with contextlib.suppress(SystemExit):
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        probes.uninstall()
+        tear_down()
+    if engine := seen.pop("engine", None):
+        seen["statistics"] = engine.statistics()
+    return seen
+
+
+def tear_down() -> None:
+    """Forget Megatron's global state, so that the next scenario starts as a process would."""
+    import torch
+    from megatron.training import training
+
+    torch.distributed.barrier()
+    training.destroy_global_state()
+    torch.distributed.destroy_process_group()
+
+
+def run_scenario(scenario: dict) -> dict:
+    """Run one scenario: with ``plugin`` false without any hook."""
+    import megatron_paci
+
+    os.environ["MASTER_PORT"] = str(scenario.pop("port"))
+    hooked = scenario.pop("plugin", True)
+    if hooked:
+        megatron_paci.install()
+    try:
+        with megatron_wheel_helpers(hooked):
+            return train(scenario.pop("arguments"), script=scenario.pop(
+                "script", "examples/pretrain_gpt.py"), **scenario)
+    finally:
+        if hooked:
+            megatron_paci.uninstall()
+
+
+@contextlib.contextmanager
+def megatron_wheel_helpers(hooked: bool):
+    """Spare a run without hooks the make call that fails in the wheel (data_helpers.py)."""
+    if hooked:
+        yield
+        return
+    from megatron.core.datasets import utils
+
+    original, utils.compile_helpers = utils.compile_helpers, lambda: None
+    yield
+    utils.compile_helpers = original
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    watch(float(os.environ["PACI_TEST_SECONDS"]))
+    os.environ.update(cpu_environment(os.environ))
+    CpuDevice().install()  # for the life of this process
+    for name, scenario in json.loads((folder / "scenarios.json").read_text()).items():
+        print(f"=== {name}", flush=True)
+        result = run_scenario(scenario)
+        (folder / f"{name}.rank{RANK}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The engine with mock stages in one process."""
+
+from collections import deque
+
+import pytest
+
+from megatron_paci.engine import Engine
+from megatron_paci.schedule import StageSchedule
+
+
+class MockStage:
+    """Compute, channel and window of one stage that only write down what is asked of them."""
+
+    def __init__(self):
+        self.log = []
+        self.first_marks = []
+        self.expected = 0
+        self.in_step = None
+
+    def forward(self, microbatch, input_tensor, first_of_version):
+        self.log.append(f"forward {microbatch} {input_tensor}")
+        self.first_marks.append(first_of_version)
+        return f"out{microbatch}"
+
+    def backward(self, input_tensor, output_tensor, output_grad):
+        self.log.append(f"backward {input_tensor} {output_tensor} {output_grad}")
+        return f"grad-of-{input_tensor}"
+
+    def release(self, output_tensor):
+        self.log.append(f"release {output_tensor}")
+
+    def expect_forwards(self, count):
+        self.expected += count
+
+    def receive_forward(self, microbatch):
+        return f"in{microbatch}"
+
+    def send_forward(self, microbatch, output_tensor):
+        self.log.append(f"send {output_tensor}")
+
+    def receive_backward(self, microbatch):
+        return f"grad{microbatch}"
+
+    def send_backward(self, microbatch, input_grad):
+        self.log.append(f"return {input_grad}")
+
+    def finish(self):
+        self.log.append("finish")
+
+    def prepare(self, last):
+        self.log.append(f"prepare {'last' if last else 'more'}")
+
+    def step(self):
+        if self.in_step:
+            raise self.in_step
+        self.log.append("step")
+
+
+def build(stage=0, num_stages=2, accumulation=2):
+    mock = MockStage()
+    actions = []
+    engine = Engine(
+        StageSchedule(stage, num_stages, accumulation),
+        compute=mock, channel=mock, window=mock,
+        observer=lambda engine, action: actions.append(str(action)),
+    )
+    return engine, mock, actions
+
+
+def test_runs_continue_the_stream_and_a_drain_begins_a_new_one():
+    engine, mock, actions = build(stage=0, num_stages=3, accumulation=2)
+    engine.run(2)
+    assert " ".join(actions) == "F0 F1"
+    engine.run(2)
+    assert " ".join(actions[2:]) == "F2 B0 F3 B1 STEP"
+    engine.drain()
+    assert " ".join(actions[7:]) == "B2 B3 STEP"
+    engine.drain()
+    assert len(actions) == 10
+    engine.run(2)
+    assert " ".join(actions[10:]) == "F0 F1"
+    assert (engine.version, engine.num_forwards, engine.num_backwards) == (2, 6, 4)
+    assert mock.expected == 6
+
+
+def test_passes_get_what_belongs_to_their_microbatch():
+    engine, mock, _ = build(stage=0, num_stages=2, accumulation=2)
+    engine.run(2)
+    assert mock.log == [
+        "forward 0 in0", "send out0", "release out0",
+        "forward 1 in1", "send out1", "release out1",
+        "prepare more", "backward in0 out0 grad0", "return grad-of-in0",
+    ]
+    engine.drain()
+    assert mock.log[9:] == [
+        "prepare last", "backward in1 out1 grad1", "return grad-of-in1", "step", "finish",
+    ]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_counters_equal_the_closed_forms(num_stages, accumulation):
+    for stage in range(num_stages):
+        engine, _, _ = build(stage, num_stages, accumulation)
+        for _ in range(5):
+            engine.run(4)
+        engine.drain()
+        drifts = deque(engine.schedule.drift(j) for j in range(20))
+        assert engine.drift_counts == {d: drifts.count(d) for d in set(drifts)}
+        statistics = engine.statistics()
+        assert statistics["drift_max"] == max(drifts) <= statistics["drift_bound"]
+        assert statistics["in_flight_max"] == num_stages - stage == statistics["in_flight_bound"]
+        assert statistics["updates"] == 20 // accumulation
+
+
+def test_the_first_forward_after_each_update_is_marked_not_the_first_of_each_iteration():
+    engine, mock, _ = build(stage=1, num_stages=2, accumulation=2)
+    for _ in range(3):
+        engine.run(4)
+    assert mock.first_marks == [True, False] * 6
+
+
+def test_changing_the_accumulation_drains_first():
+    engine, _, actions = build(stage=0, num_stages=2, accumulation=2)
+    engine.run(4)
+    engine.set_accumulation(2)
+    assert actions[-1] == "B2"
+    engine.set_accumulation(4)
+    assert actions[-2:] == ["B3", "STEP"]
+    engine.run(4)
+    assert actions[-1] == "B2" and engine.version == 2
+
+
+def test_a_run_that_would_end_inside_a_window_is_refused_before_anything_moves():
+    engine, mock, _ = build(accumulation=4)
+    with pytest.raises(ValueError, match="6 microbatches are not a multiple"):
+        engine.run(6)
+    assert not mock.log and not mock.expected
+
+
+def test_an_error_says_where_in_the_schedule_it_happened():
+    engine, mock, _ = build(stage=0, num_stages=2, accumulation=2)
+    mock.in_step = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as caught:
+        engine.run(4)
+    note = caught.value.__notes__[0]
+    assert "stage 0 of 2" in note and "in action STEP" in note
+    assert "in flight [2@v0]" in note and "last actions F0 F1 B0 F2 B1" in note
+
+
+def test_a_closed_engine_holds_nothing_and_does_not_run():
+    engine, _, actions = build()
+    engine.run(2)
+    engine.close()
+    assert not engine.in_flight
+    engine.run(2)
+    assert actions == ["F0", "F1", "B0"]

@@ -1,0 +1,129 @@
+"""The order and its closed forms, enumerated."""
+
+from itertools import chain, islice
+
+import pytest
+
+from megatron_paci.schedule import (
+    STEP,
+    Action,
+    Kind,
+    ScheduleError,
+    StageSchedule,
+    format_grid,
+    validate,
+)
+
+SHAPES = [(n, a) for n in range(1, 9) for a in range(1, 10)]
+
+
+def orders(num_stages, accumulation, num_microbatches):
+    return [
+        list(StageSchedule(stage, num_stages, accumulation).finite(num_microbatches))
+        for stage in range(num_stages)
+    ]
+
+
+@pytest.mark.parametrize("text", ["F0", "F31", "B7", "STEP"])
+def test_an_action_parses_back(text):
+    assert str(Action.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "F", "F-1", "G3", "STEP1", "F3 ", "f3", "F\u0663"])
+def test_what_is_no_action_is_refused(text):
+    with pytest.raises(ValueError, match="not an action"):
+        Action.parse(text)
+
+
+def test_the_order_of_a_small_pipeline_as_one_reads_it():
+    def text(stage):
+        return " ".join(map(str, StageSchedule(stage, 3, 2).finite(4)))
+
+    assert text(0) == "F0 F1 F2 B0 F3 B1 STEP B2 B3 STEP"
+    assert text(1) == "F0 F1 B0 F2 B1 STEP F3 B2 B3 STEP"
+    assert text(2) == "F0 B0 F1 B1 STEP F2 B2 F3 B3 STEP"
+
+
+def test_the_order_has_no_end():
+    actions = list(islice(chain.from_iterable(StageSchedule(0, 2, 4).ticks()), 10_000))
+    assert len(actions) == 10_000
+    assert max(action.microbatch or 0 for action in actions) > 4000
+
+
+@pytest.mark.parametrize("num_stages, accumulation", SHAPES)
+def test_drift_equals_its_closed_form_and_reaches_its_bound(num_stages, accumulation):
+    for stage in range(num_stages):
+        schedule = StageSchedule(stage, num_stages, accumulation)
+        version, at_forward, drifts = 0, {}, []
+        for action in schedule.finite(accumulation * 12):
+            if action is STEP:
+                version += 1
+            elif action.kind is Kind.FORWARD:
+                at_forward[action.microbatch] = version
+            else:
+                drifts.append(version - at_forward[action.microbatch])
+        assert drifts == [schedule.drift(j) for j in range(accumulation * 12)]
+        assert max(drifts) == schedule.drift_bound
+        depth = num_stages - stage
+        assert schedule.drift_bound == -((1 - depth) // accumulation)
+
+
+@pytest.mark.parametrize("num_stages, accumulation", SHAPES)
+@pytest.mark.parametrize("windows", [1, 3])
+def test_all_stages_together_obey_the_rules(num_stages, accumulation, windows):
+    count = accumulation * windows
+    validate(orders(num_stages, accumulation, count), accumulation, count)
+
+
+def test_in_flight_reaches_the_throttle_and_no_more():
+    for num_stages, accumulation in SHAPES:
+        for stage in range(num_stages):
+            in_flight = peak = 0
+            for action in StageSchedule(stage, num_stages, accumulation).finite(24 * accumulation):
+                in_flight += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+                peak = max(peak, in_flight)
+            assert peak == num_stages - stage
+
+
+def test_the_stream_takes_one_ramp_however_many_windows_it_spans():
+    """In unit time: two slots per microbatch, and (N - 1) slots up and down once, at the ends."""
+    for num_stages, accumulation in SHAPES:
+        count = accumulation * 20
+        grid = validate(orders(num_stages, accumulation, count), accumulation, count)
+        first_row = grid.splitlines()[0].split("| ")[1]
+        width = max(len(cell) for line in grid.splitlines() for cell in line.split()[3:])
+        slots = -(-(len(first_row) + 1) // (width + 1))  # stage 0 finishes last
+        assert slots == 2 * count + 2 * (num_stages - 1)
+
+
+@pytest.mark.parametrize(
+    "stage, change, message",
+    [
+        (0, lambda order: [order[0], *order], "expected microbatch 1"),
+        (1, lambda order: order[:-1], "1 steps, expected 2"),
+        (1, lambda order: [a for a in order if a is not STEP], "window is full"),
+        (0, lambda order: order[::-1], "step after 0 backwards"),
+        (0, lambda order: sorted(order, key=lambda a: a.kind is not Kind.FORWARD), "throttle"),
+        (2, lambda order: [order[1], order[0], *order[2:]], "before its forward"),
+        (2, lambda order: order[:2], "deadlock"),
+    ],
+)
+def test_the_validator_marks_a_broken_order(stage, change, message):
+    broken = orders(3, 2, 4)
+    broken[stage] = change(broken[stage])
+    with pytest.raises(ScheduleError, match=message) as caught:
+        validate(broken, 2, 4)
+    assert "!" in str(caught.value) and "stage 0 |" in str(caught.value)
+
+
+def test_the_grid_is_aligned():
+    assert format_grid([["F0", "", "B0*"], ["", "F0"]]) == "stage 0 | F0      B0*\nstage 1 |     F0"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [((2, 2, 1), "not one of 2 stages"), ((0, 2, 0), "at least 1"), ((0, 4, 1, 3), "deadlock")],
+)
+def test_bad_parameters_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        StageSchedule(*arguments)
