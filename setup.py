@@ -37,6 +37,7 @@ setup(
         "sentencepiece>=0.2",
         "numpy>=1.26",
         "matplotlib>=3.8",
+        "tqdm>=4.66",
     ],
     extras_require={
         "test": ["pytest>=8", "hypothesis>=6.100"],
