@@ -3,6 +3,7 @@
 # No "from __future__ import annotations" here: Megatron's factory reads the types of the fields.
 import argparse
 from dataclasses import dataclass, field
+from typing import Literal
 
 SCHEDULES = ("auto", "1f1b", "interleaved", "paci")
 
@@ -36,6 +37,15 @@ class PaciArguments:
     """Backward passes that a stage accumulates before it takes an optimizer step of its own. Has to
     divide the number of microbatches per iteration, which is the default. Smaller values update
     more often, with gradients that are up to ceil((N-1)/A) updates old at pipeline size N."""
+
+    paci_clip: Literal["pipelined", "local"] = "pipelined"
+    """Norm that --clip-grad refers to: pipelined takes the gradients of all stages as far as they are
+    known (own and later stages exactly, earlier ones from a few windows ago), local those of the
+    stage alone."""
+
+    paci_nonfinite: Literal["skip", "abort"] = "skip"
+    """What to do with a window whose gradient is not finite: skip leaves its update out, on all
+    stages that can know of it, and goes on; abort ends training."""
 
     paci_record: str | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "DIR"}}

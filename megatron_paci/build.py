@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +13,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_paci.channel import PipelineChannel
 from megatron_paci.compute import MegatronCompute
 from megatron_paci.engine import Engine
+from megatron_paci.exit_request import ExitRequest
 from megatron_paci.groups import create_stage_groups, destroy_stage_groups
+from megatron_paci.report import EXIT_ON_DURATION, EXIT_ON_SIGNAL, Ledger
 from megatron_paci.schedule import StageSchedule
+from megatron_paci.tied import TiedEmbedding, tied_parameter
 from megatron_paci.window import MegatronWindow, StageLocalStatistics, stage_local_collection
 
 
@@ -27,10 +31,13 @@ class MegatronStage:
         scheduler: Any,
         *,
         accumulation: int,
+        clip: str = "pipelined",
+        nonfinite: str = "skip",
         pg_collection: ProcessGroupCollection | None = None,
         timeout: timedelta | None = None,
+        exit_wishes: Callable[[], int] = lambda: 0,
     ):
-        """Create the communicators and the engine; all ranks of the pipeline have to do so.
+        """Create the communicators and the engine; all ranks of the job have to do so.
 
         Args:
             model: The rank's only model chunk, wrapped in Megatron's DistributedDataParallel.
@@ -38,8 +45,11 @@ class MegatronStage:
                 stage-local until ``close``.
             scheduler: ``OptimizerParamScheduler`` or None.
             accumulation: Backward passes per optimizer step.
+            clip: What ``--paci-clip`` says, see ``report.Ledger``.
+            nonfinite: ``skip`` or ``abort``, what to do with a gradient that is not finite.
             pg_collection: Process groups of this rank; None for Megatron's global ones.
             timeout: Time after which a message that does not come is an error.
+            exit_wishes: Returns bits ``report.EXIT_ON_*`` when this rank wants training to end.
 
         Raises:
             ValueError: There is more than one model chunk.
@@ -55,10 +65,27 @@ class MegatronStage:
         self._collection = pg_collection or schedules._build_default_pg_collection()
         pipeline = self._collection.pp
         schedule = StageSchedule(pipeline.rank(), pipeline.size(), accumulation)
+        is_first = schedule.stage == 0
         self.is_last_stage = schedule.stage == schedule.num_stages - 1
         self.data_parallel_group = self._collection.dp_cp
-        self._groups = create_stage_groups(pipeline, timeout=timeout)
+        tied = tied_parameter(self.model)
+        self._groups = create_stage_groups(
+            pipeline, tied=self._any_stage(tied is not None), timeout=timeout
+        )
         self._statistics = StageLocalStatistics(optimizer, self._groups.alone)
+        self._tied = None
+        if tied is not None and self._groups.tied_weight is not None:
+            self._tied = TiedEmbedding(
+                tied,
+                self._groups,
+                self.config,
+                num_stages=schedule.num_stages,
+                accumulation=accumulation,
+                is_owner=is_first,
+            )
+        self.exit_request = ExitRequest(
+            is_first=is_first, local=exit_wishes, agree=self._join_over_replicas
+        )
         self.compute = MegatronCompute(
             self.model,
             self.config,
@@ -72,14 +99,38 @@ class MegatronStage:
             scheduler,
             self.config,
             stage_local_collection(self._collection, self._groups.alone),
+            stage=schedule.stage,
             accumulation=accumulation,
+            ledger=Ledger(clip=clip, is_first=is_first),
+            exit_request=self.exit_request,
+            take_num_tokens=self.compute.take_num_tokens,
+            tied=self._tied,
+            abort_on_nonfinite=nonfinite == "abort",
         )
         channel = PipelineChannel(
-            self._groups, self.config, depth=schedule.depth, shape=lambda: self._message_shape
+            self._groups, self.config, shape=lambda: self._message_shape
         )
         self.engine = Engine(
             schedule, compute=self.compute, channel=channel, window=self.window
         )
+
+    def _any_stage(self, here: bool) -> bool:
+        """Whether any rank of the job says yes; asked once, before training."""
+        flag = torch.tensor(int(here), device=torch.cuda.current_device())
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _join_over_replicas(self, requests: int) -> int:
+        """Return the bits that any replica of this stage has set."""
+        group = self._collection.dp_cp
+        if group.size() == 1:
+            return requests
+        bits = torch.tensor(
+            [requests & EXIT_ON_SIGNAL, requests & EXIT_ON_DURATION],
+            device=torch.cuda.current_device(),
+        )
+        torch.distributed.all_reduce(bits, op=torch.distributed.ReduceOp.MAX, group=group)
+        return int(bits.sum())
 
     def run(
         self,
@@ -119,6 +170,8 @@ class MegatronStage:
         """Change the window length, after a drain; without effect if it is the same."""
         self.engine.set_accumulation(accumulation)
         self.window.accumulation = accumulation
+        if self._tied is not None:
+            self._tied.accumulation = accumulation
 
     def drain(self) -> None:
         """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""

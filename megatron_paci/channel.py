@@ -20,23 +20,52 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_paci.groups import StageGroups
+from megatron_paci.report import REPORT_LENGTH, Report
+from megatron_paci.schedule import StageSchedule
 
 
 class Link:
-    """One direction between two neighbouring stages; a rank either sends or receives on it."""
+    """One direction between two neighbouring stages; a rank either sends or receives on it.
 
-    def __init__(self, group: torch.distributed.ProcessGroup, config: Any):
-        # Megatron's communicator sees the sender and the receiver as a pipeline of two stages.
-        self._communicator = P2PCommunicator(pp_group=group, config=config)
+    Messages arrive in the order in which they were sent, activations and reports alike.
+    """
+
+    def __init__(
+        self, group: torch.distributed.ProcessGroup, config: Any, *, dtype: torch.dtype | None = None
+    ):
+        """Set up one end; nothing is posted yet.
+
+        Args:
+            group: The two ranks, the sender first.
+            config: Megatron's model configuration; copied, not changed.
+            dtype: Type of the tensors; None for that of the pipeline's activations.
+        """
+
+        def communicator(dtype: torch.dtype) -> P2PCommunicator:
+            own = copy.copy(config)
+            own.pipeline_dtype = dtype
+            own.batch_p2p_comm = False  # batched operations cannot be left pending
+            own.use_ring_exchange_p2p = False
+            return P2PCommunicator(pp_group=group, config=own)
+
+        # Megatron's communicator sees the sender and the receiver as a pipeline of two stages; a
+        # second one on the same group differs in the type of what it receives.
+        self._tensors = communicator(dtype or config.pipeline_dtype)
+        self._reports = communicator(torch.float64)
         self._sent: deque[tuple[int, Any, torch.Tensor]] = deque()
-        self._posted: tuple[Any, torch.Tensor] | None = None
+        self._posted: deque[tuple[Any, torch.Tensor]] = deque()
 
     def send(self, microbatch: int, tensor: torch.Tensor) -> None:
         """Post the send of ``tensor``, which must not change until it has arrived."""
         # A tensor of its own over the same memory: the caller may release the data of its one.
-        message = tensor.detach()
-        requests = self._communicate(send=message)
-        self._sent.append((microbatch, requests[1]["send_next"], message))
+        self._post_send(self._tensors, microbatch, tensor.detach())
+
+    def send_report(self, microbatch: int, report: Report) -> None:
+        """Post the send of a report behind the message of ``microbatch``."""
+        vector = torch.tensor(
+            report.vector(), dtype=torch.float64, device=torch.cuda.current_device()
+        )
+        self._post_send(self._reports, microbatch, vector)
 
     def release_sent(self, arrived: int) -> None:
         """Let go of the sends up to microbatch ``arrived``, and of others known to be complete."""
@@ -48,59 +77,75 @@ class Link:
         while self._sent:
             self._sent.popleft()[1].wait()
 
+    @property
+    def has_posted(self) -> bool:
+        """Whether a receive is pending."""
+        return bool(self._posted)
+
     def post_receive(self, shape: tuple[int, ...]) -> None:
-        """Post the receive of the next message; without effect if one is posted already."""
-        if self._posted is None:
-            tensor, requests = self._communicate(receive_shape=shape)
-            self._posted = requests["recv_prev"], tensor
+        """Post the receive of the next message."""
+        self._post_receive(self._tensors, shape)
+
+    def post_receive_report(self) -> None:
+        """Post the receive of the next message, which is a report."""
+        self._post_receive(self._reports, (REPORT_LENGTH,))
 
     def take(self) -> torch.Tensor:
-        """Wait for the message that was posted and return it; it requires grad."""
-        request, tensor = self._posted
-        self._posted = None
+        """Wait for the message that was posted first and return it; it requires grad."""
+        request, tensor = self._posted.popleft()
         request.wait()
         return tensor
 
-    def _communicate(
-        self, *, send: torch.Tensor | None = None, receive_shape: tuple[int, ...] | None = None
-    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
-        received, _, requests = self._communicator._communicate(
-            tensor_send_next=send,
-            tensor_send_prev=None,
-            recv_prev=receive_shape is not None,
-            recv_next=False,
-            tensor_shape=receive_shape,
-            wait_on_reqs=False,
-        )
-        return received, requests
+    def take_report(self) -> Report:
+        """Likewise for a report."""
+        return Report.from_vector(self.take().tolist())
+
+    def _post_send(
+        self, communicator: P2PCommunicator, microbatch: int, message: torch.Tensor
+    ) -> None:
+        _, requests = _communicate(communicator, send=message)
+        self._sent.append((microbatch, requests["send_next"], message))
+
+    def _post_receive(self, communicator: P2PCommunicator, shape: tuple[int, ...]) -> None:
+        tensor, requests = _communicate(communicator, receive_shape=shape)
+        self._posted.append((requests["recv_prev"], tensor))
+
+
+def _communicate(
+    communicator: P2PCommunicator,
+    *,
+    send: torch.Tensor | None = None,
+    receive_shape: tuple[int, ...] | None = None,
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    received, _, requests = communicator._communicate(
+        tensor_send_next=send,
+        tensor_send_prev=None,
+        recv_prev=receive_shape is not None,
+        recv_next=False,
+        tensor_shape=receive_shape,
+        wait_on_reqs=False,
+    )
+    return received, requests
 
 
 class PipelineChannel:
     """Both directions to both neighbours; implements ``engine.Channel``."""
 
     def __init__(
-        self,
-        groups: StageGroups,
-        config: Any,
-        *,
-        depth: int,
-        shape: Callable[[], tuple[int, ...]],
+        self, groups: StageGroups, config: Any, *, shape: Callable[[], tuple[int, ...]]
     ):
         """Set up the links; nothing is posted yet.
 
         Args:
             groups: The communicators of this rank.
             config: Megatron's model configuration; it is copied, not changed.
-            depth: Most microbatches in flight on this stage.
             shape: Returns the shape of a message, (sequence, microbatch size, hidden).
         """
-        config = copy.copy(config)
-        config.batch_p2p_comm = False  # batched operations cannot be left pending
-        config.use_ring_exchange_p2p = False
-        self._depth = depth
         self._shape = shape
-        self._forwards_to_come = 0
-        self._backwards_to_come = 0
+        self._schedule: StageSchedule | None = None
+        # Next microbatch to post a receive for, and the ones received or sent last, by direction.
+        self._next_forward = self._last_forward = self._end_of_run = 0
+        self._next_backward = self._last_backward = self._sent_forwards = 0
 
         def link(group: torch.distributed.ProcessGroup | None) -> Link | None:
             return None if group is None else Link(group, config)
@@ -110,6 +155,12 @@ class PipelineChannel:
         self._backward_in = link(groups.backward_from_next)
         self._backward_out = link(groups.backward_to_previous)
 
+    def begin_stream(self, schedule: StageSchedule) -> None:
+        """Start counting microbatches anew; everything sent before has arrived."""
+        self._schedule = schedule
+        self._next_forward = self._last_forward = self._end_of_run = 0
+        self._next_backward = self._last_backward = self._sent_forwards = 0
+
     def expect_forwards(self, count: int) -> None:
         """Post the first receive of a run of ``count`` forwards.
 
@@ -117,43 +168,69 @@ class PipelineChannel:
         message never comes would block its communicator and, on a GPU, every device
         synchronization.
         """
-        self._forwards_to_come = count
+        self._end_of_run += count
         self._post_forward()
 
     def receive_forward(self, microbatch: int) -> torch.Tensor | None:
         """Return the previous stage's output, shape (sequence, microbatch size, hidden)."""
+        self._last_forward = microbatch
         if self._forward_in is None:
             return None
         tensor = self._forward_in.take()
-        self._forwards_to_come -= 1
-        self._post_forward()
-        self._backward_out.release_sent(microbatch - self._depth - 1)
+        if self._schedule.reported_window(microbatch) is None:
+            self._post_forward()
+        self._backward_out.release_sent(microbatch - self._schedule.depth - 1)
         return tensor
+
+    def receive_downstream(self) -> Report | None:
+        """Return the report behind the forward received last, None on the first stage."""
+        if self._forward_in is None:
+            return None
+        report = self._forward_in.take_report()
+        self._post_forward()
+        return report
 
     def send_forward(self, microbatch: int, output_tensor: torch.Tensor) -> None:
         """Send an output to the next stage and post the receive of a gradient."""
         if self._forward_out is None:
             return
         self._forward_out.send(microbatch, output_tensor)
-        self._backwards_to_come += 1
-        self._backward_in.post_receive(self._shape())
+        self._sent_forwards += 1
+        self._post_backward()
+
+    def send_downstream(self, report: Report) -> None:
+        """Send a report behind the forward sent last."""
+        if self._forward_out is not None:
+            self._forward_out.send_report(self._last_forward, report)
 
     def receive_backward(self, microbatch: int) -> torch.Tensor | None:
         """Return the gradient of an output, None on the last stage."""
+        self._last_backward = microbatch
         if self._backward_in is None:
             return None
         gradient = self._backward_in.take()
-        self._backwards_to_come -= 1
-        # Every microbatch in flight gets its gradient, in this run or in the drain.
-        if self._backwards_to_come:
-            self._backward_in.post_receive(self._shape())
-        self._forward_out.release_sent(microbatch + self._depth - 2)
+        if not self._schedule.ends_window(microbatch):
+            self._post_backward()
+        self._forward_out.release_sent(microbatch + self._schedule.depth - 2)
         return gradient
+
+    def receive_upstream(self) -> Report | None:
+        """Return the report behind the gradient received last, None on the last stage."""
+        if self._backward_in is None:
+            return None
+        report = self._backward_in.take_report()
+        self._post_backward()
+        return report
 
     def send_backward(self, microbatch: int, input_grad: torch.Tensor) -> None:
         """Send the gradient of an input to the previous stage."""
         if self._backward_out is not None:
             self._backward_out.send(microbatch, input_grad)
+
+    def send_upstream(self, report: Report) -> None:
+        """Send a report behind the gradient sent last."""
+        if self._backward_out is not None:
+            self._backward_out.send_report(self._last_backward, report)
 
     def finish(self) -> None:
         """Wait for all sends; at the end of a drain the neighbours have posted their receives."""
@@ -162,5 +239,24 @@ class PipelineChannel:
                 link.finish()
 
     def _post_forward(self) -> None:
-        if self._forward_in is not None and self._forwards_to_come:
-            self._forward_in.post_receive(self._shape())
+        """Post the receives of one forward and the report behind it, if it comes in this run."""
+        link = self._forward_in
+        if link is None or link.has_posted or self._next_forward == self._end_of_run:
+            return
+        link.post_receive(self._shape())
+        if self._schedule.reported_window(self._next_forward) is not None:
+            link.post_receive_report()
+        self._next_forward += 1
+
+    def _post_backward(self) -> None:
+        """Post the receives of one gradient and the report behind it.
+
+        Every microbatch in flight gets its gradient, in this run or in the drain.
+        """
+        link = self._backward_in
+        if link.has_posted or self._next_backward == self._sent_forwards:
+            return
+        link.post_receive(self._shape())
+        if self._schedule.ends_window(self._next_backward):
+            link.post_receive_report()
+        self._next_backward += 1

@@ -187,43 +187,15 @@ PACI_RULES = (
         "drop --use-megatron-fsdp / --use-torch-fsdp2",
     ),
     Rule(
-        "tied embeddings",
-        lambda args: not args.untie_embeddings_and_output_weights
-        and args.pipeline_model_parallel_size > 1,
-        "tied embeddings: the first and the last stage would have to sum their gradients at every "
-        "step; not supported yet",
-        "add --untie-embeddings-and-output-weights",
-    ),
-    Rule(
-        "fp16",
-        _is_set("fp16"),
-        "--fp16: the dynamic loss scale is decided over all stages at every step; not supported yet",
-        "take --bf16",
-    ),
-    Rule(
         "fp8, fp4",
         _is_set("fp8", "fp4"),
         "fp8 and fp4: their cached weight copies and scaling factors have not been proved here",
         "take --bf16",
     ),
     Rule(
-        "per-token loss",
-        _is_set("calculate_per_token_loss"),
-        "--calculate-per-token-loss: only the last stage knows a window's token count in time; "
-        "not supported yet",
-        "drop --calculate-per-token-loss",
-    ),
-    Rule(
-        "data parallelism",
-        lambda args: data_parallel_size(args) > 1,
-        "data parallel size {data_parallel}: not supported yet",
-        "start {model_ranks} ranks, or raise --pipeline-model-parallel-size",
-    ),
-    Rule(
         "distributed optimizer",
         _is_set("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-        "the distributed optimizer and its overlaps: not supported yet, and of no use without "
-        "data parallelism",
+        "the distributed optimizer and the overlaps of its communication: not supported yet",
         "drop --use-distributed-optimizer, --overlap-grad-reduce and --overlap-param-gather",
     ),
     Rule(
@@ -264,6 +236,20 @@ PACI_RULES = (
         "drop the flags of those loops",
     ),
     Rule(
+        "norm of the parameters",
+        _is_set("log_params_norm"),
+        "--log-params-norm: reduces over all stages at every iteration",
+        "drop it; the norms can be computed from a checkpoint",
+    ),
+    Rule(
+        "monitors that gather over all ranks",
+        _is_set("log_energy", "log_straggler", "adlr_autoresume", "gpu_sniff_test_interval",
+                "enable_ft_package"),
+        "--log-energy, --log-straggler, --adlr-autoresume, --gpu-sniff-test-interval and "
+        "--enable-ft-package gather or check over all ranks while training runs",
+        "drop them",
+    ),
+    Rule(
         "error injection",
         _is_set("error_injection_rate"),
         "--error-injection-rate: re-runs a step in place, which is impossible while later "
@@ -291,10 +277,8 @@ PACI_RULES = (
 def violations(args: argparse.Namespace) -> list[str]:
     """Return one line per broken rule: the reason and the remedy."""
     rules = SELECTION_RULES + (PACI_RULES if selected_schedule(args) == "paci" else ())
-    facts = {"args": args, "counts": "", "divisors": "", "data_parallel": "", "model_ranks": ""}
+    facts = {"args": args, "counts": "", "divisors": ""}
     if selected_schedule(args) == "paci":
-        replicas = data_parallel_size(args)
-        facts["data_parallel"], facts["model_ranks"] = replicas, args.world_size // replicas
         if counts := microbatch_counts(args):
             facts["counts"] = " or ".join(map(str, sorted(set(counts))))
             facts["divisors"] = _divisors(args)
@@ -324,6 +308,12 @@ def take_over(args: argparse.Namespace) -> None:
             "later microbatches are in flight)"
         )
         args.rerun_mode = "disabled"
+    if args.check_for_nan_in_loss_and_grad:
+        changed.append(
+            "--no-check-for-nan-in-loss-and-grad added (that check ends training; "
+            f"--paci-nonfinite {args.paci_nonfinite} decides now)"
+        )
+        args.check_for_nan_in_loss_and_grad = False
     if args.timing_log_level > 0 and args.barrier_with_L1_time:
         changed.append("--no-barrier-with-level-1-timing added (barriers would stop the stream)")
         args.barrier_with_L1_time = False

@@ -37,6 +37,7 @@ class MegatronCompute:
         self._forward_step_func: Callable | None = None
         self._data_iterator: Any = None
         self._accumulation = 1
+        self._num_tokens: Any = 0
         self.forward_data: list[Any] = []
 
     def bind(self, forward_step_func: Callable, data_iterator: Any, accumulation: int) -> None:
@@ -50,7 +51,7 @@ class MegatronCompute:
         self, microbatch: int, input_tensor: torch.Tensor | None, first_of_version: bool
     ) -> torch.Tensor:
         """Return the output, (sequence, microbatch size, hidden), or the loss on the last stage."""
-        output_tensor, _ = schedules.forward_step(
+        output_tensor, num_tokens = schedules.forward_step(
             self._forward_step_func,
             self._data_iterator,
             self._model,
@@ -64,7 +65,14 @@ class MegatronCompute:
             current_microbatch=microbatch,
             is_last_stage=self._is_last_stage,
         )
+        if self._config.calculate_per_token_loss:
+            self._num_tokens += num_tokens
         return output_tensor
+
+    def take_num_tokens(self) -> int:
+        """Return the tokens that entered the loss since the last call (per-token loss only)."""
+        num_tokens, self._num_tokens = int(self._num_tokens), 0
+        return num_tokens
 
     def backward(
         self,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
+from megatron_paci.report import Report
 from megatron_paci.schedule import Action, Kind, StageSchedule
 
 
@@ -33,6 +34,9 @@ class Compute(Protocol):
 class Channel(Protocol):
     """The links to the neighbours; the outer ends of the pipeline hand out and take None."""
 
+    def begin_stream(self, schedule: StageSchedule) -> None:
+        """Start counting microbatches anew; everything sent before has arrived."""
+
     def expect_forwards(self, count: int) -> None:
         """Say how many forward messages this run will take, so receives can be posted ahead."""
 
@@ -48,6 +52,18 @@ class Channel(Protocol):
     def send_backward(self, microbatch: int, input_grad: Any) -> None:
         """Send the gradient of an input back; does not wait."""
 
+    def receive_downstream(self) -> Report | None:
+        """Return the report that came with the forward received last."""
+
+    def send_downstream(self, report: Report) -> None:
+        """Send a report behind the forward sent last."""
+
+    def receive_upstream(self) -> Report | None:
+        """Return the report that came with the gradient received last."""
+
+    def send_upstream(self, report: Report) -> None:
+        """Send a report behind the gradient sent last."""
+
     def finish(self) -> None:
         """Wait until everything sent has arrived; called at the end of a drain."""
 
@@ -58,8 +74,25 @@ class Window(Protocol):
     def prepare(self, last: bool) -> None:
         """Called before every backward; ``last`` if it completes the window."""
 
+    def close(self, window: int, later: Report | None) -> Report:
+        """Complete the gradients of a window and return its report over this and later stages.
+
+        Args:
+            window: Steps taken before this one.
+            later: The report of the later stages, None on the last stage.
+        """
+
     def step(self) -> None:
-        """Reduce within the stage, clip, update, advance the learning rate, zero the gradients."""
+        """Clip, update, advance the learning rate."""
+
+    def hear(self, earlier: Report | None) -> None:
+        """Take the report of the earlier stages, None on the first stage."""
+
+    def tell(self, window: int) -> Report:
+        """Return the report of ``window`` over this and earlier stages."""
+
+    def settle(self) -> None:
+        """Called at the end of a drain, when all stages have taken the same steps."""
 
 
 @dataclass(slots=True)
@@ -117,6 +150,8 @@ class Engine:
         self.schedule = schedule
         self._ticks = schedule.ticks()
         self._stream_forwards = 0
+        self._stream_version = self.version
+        self.channel.begin_stream(schedule)
 
     def set_accumulation(self, accumulation: int) -> None:
         """Change the window length, after a drain; without effect if it is the same."""
@@ -153,8 +188,10 @@ class Engine:
         for action in self.schedule.drain(self._stream_forwards):
             self.execute(action)
         assert not self.in_flight and self.num_forwards == self.num_backwards
-        self.channel.finish()
-        self._begin_stream(self.schedule)
+        if self._stream_forwards:
+            self.window.settle()
+            self.channel.finish()
+            self._begin_stream(self.schedule)
 
     def execute(self, action: Action) -> None:
         """Run one action; the caller keeps the order of the schedule.
@@ -169,8 +206,7 @@ class Engine:
             elif action.kind is Kind.BACKWARD:
                 self._backward(action.microbatch)
             else:
-                self.window.step()
-                self.version += 1
+                self._step()
             if self.observer is not None:
                 self.observer(self, action)
         except BaseException as error:
@@ -182,11 +218,16 @@ class Engine:
     def _forward(self, microbatch: int) -> None:
         assert len(self.in_flight) < self.schedule.depth, "throttle exceeded"
         input_tensor = self.channel.receive_forward(microbatch)
+        reported = self.schedule.reported_window(microbatch)
+        if reported is not None:
+            self.window.hear(self.channel.receive_downstream())
         # Cached low-precision weights are renewed by the first forward after each update.
         first_of_version = self._forward_version != self.version
         self._forward_version = self.version
         output_tensor = self.compute.forward(microbatch, input_tensor, first_of_version)
         self.channel.send_forward(microbatch, output_tensor)
+        if reported is not None:
+            self.channel.send_downstream(self.window.tell(self._stream_version + reported))
         self.compute.release(output_tensor)
         self.in_flight.append(InFlight(microbatch, self.version, input_tensor, output_tensor))
         self.in_flight_max = max(self.in_flight_max, len(self.in_flight))
@@ -202,6 +243,18 @@ class Engine:
         self.channel.send_backward(microbatch, input_grad)
         self.drift_counts[self.version - oldest.version] += 1
         self.num_backwards += 1
+
+    def _step(self) -> None:
+        later = self.channel.receive_upstream()
+        # The report leaves before the update, so that nobody upstream waits for it.
+        self.channel.send_upstream(self.window.close(self.version, later))
+        self.window.step()
+        self.version += 1
+
+    @property
+    def streaming(self) -> bool:
+        """Whether forwards have run since the last drain; the same on all stages at any iteration."""
+        return self._stream_forwards > 0
 
     def describe(self) -> str:
         """Return one paragraph that says where in the schedule this stage is."""

@@ -26,9 +26,17 @@ class StageGroups:
     backward_from_next: torch.distributed.ProcessGroup | None = None
     backward_to_previous: torch.distributed.ProcessGroup | None = None
 
+    tied_gradient: torch.distributed.ProcessGroup | None = None
+    """From the last stage to the first."""
+    tied_weight: torch.distributed.ProcessGroup | None = None
+    """From the first stage to the last."""
+
 
 def create_stage_groups(
-    pp_group: torch.distributed.ProcessGroup, *, timeout: timedelta | None = None
+    pp_group: torch.distributed.ProcessGroup,
+    *,
+    tied: bool = False,
+    timeout: timedelta | None = None,
 ) -> StageGroups:
     """Create the groups of this rank; every rank of the job has to call it.
 
@@ -39,6 +47,7 @@ def create_stage_groups(
 
     Args:
         pp_group: The pipeline of this rank.
+        tied: Whether the first and the last stage share a weight.
         timeout: Time after which a message that does not come is an error; None for the default.
     """
     # PyTorch derives a group's name from how many were created before, so all ranks create all
@@ -60,6 +69,11 @@ def create_stage_groups(
                 groups |= {"forward_to_next": forward, "backward_from_next": backward}
             elif rank == lower:
                 groups |= {"forward_from_previous": forward, "backward_to_previous": backward}
+        if tied and len(ranks) > 1:
+            gradient = _new_group([ranks[-1], ranks[0]], "PACI_TIED_GRADIENT", timeout)
+            weight = _new_group([ranks[0], ranks[-1]], "PACI_TIED_WEIGHT", timeout)
+            if rank in (ranks[0], ranks[-1]):
+                groups |= {"tied_gradient": gradient, "tied_weight": weight}
     return StageGroups(**groups)
 
 

@@ -19,6 +19,7 @@ from megatron_paci.arguments import add_paci_arguments, selected_schedule
 from megatron_paci.build import MegatronStage, install_stage, installed_stage
 from megatron_paci.data_helpers import ensure_helpers
 from megatron_paci.forward_backward import forward_backward_pipelining_paci
+from megatron_paci.loop import LOOP_PATCHES, drain, exit_wishes
 from megatron_paci.patching import Patch, PatchSet
 from megatron_paci.record import Recorder
 from megatron_paci.train_step import paci_train_step
@@ -44,6 +45,8 @@ def _add_megatron_arguments(original, parser):
 
 
 def _validate_args(original, args, *rest, **kwargs):
+    # Every rank imports the data-index helper; Megatron builds it on the first one alone.
+    ensure_helpers(build=lambda: None)
     compatibility.check(args)
     if selected_schedule(args) == "paci":
         compatibility.take_over(args)
@@ -64,17 +67,20 @@ def _train(original, *args, **kwargs):
             optimizer,
             call["opt_param_scheduler"],
             accumulation=arguments.paci_accum or 1,
+            clip=arguments.paci_clip,
+            nonfinite=arguments.paci_nonfinite,
+            exit_wishes=exit_wishes,
             timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
         )
         install_stage(stage)
     try:
         result = original(*args, **kwargs)
-        _drain()
+        drain()
         return result
     except SystemExit:
         # Megatron leaves training by this for --exit-interval and the like, on all ranks at the
         # same iteration: let the microbatches in flight come home before the links close.
-        _drain()
+        drain()
         raise
     finally:
         if _recorder is not None:
@@ -95,7 +101,7 @@ def _train_step(original, *args, **kwargs):
 
 
 def _evaluate(original, *args, **kwargs):
-    _drain()
+    drain()
     result = original(*args, **kwargs)
     if _recorder is not None:
         _recorder.evaluation(result)
@@ -103,17 +109,12 @@ def _evaluate(original, *args, **kwargs):
 
 
 def _save_checkpoint_and_time(original, *args, **kwargs):
-    _drain()
+    drain()
     return original(*args, **kwargs)
 
 
 def _compile_helpers(original):
     ensure_helpers(original)
-
-
-def _drain() -> None:
-    if (stage := installed_stage()) is not None:
-        stage.drain()
 
 
 TRAINING = "megatron.training.training"
@@ -171,6 +172,7 @@ PATCHES = PatchSet(
             (),
             "does not build the data-index helper that the wheel brings already built",
         ),
+        *LOOP_PATCHES,
     )
 )
 

@@ -1,6 +1,6 @@
 """Patches as records: installed all or nothing, removed exactly.
 
-A patch names a function by dotted path, says why it is wrapped and which parameters the function
+A patch names a function or a method by dotted path, says why it is wrapped and which parameters it
 is expected to have. Installing replaces the function wherever a loaded module holds that very
 object, under whatever name (``from x import f`` makes such copies); removing puts the original
 back in all those places and in modules that picked the wrapper up later.
@@ -12,8 +12,9 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 
 class PatchError(RuntimeError):
@@ -25,7 +26,7 @@ class Patch:
     """One function of the host framework and the wrapper that goes around it."""
 
     target: str
-    """Where the function is defined: ``package.module:function``."""
+    """Where it is defined: ``package.module:function`` or ``package.module:Class.method``."""
 
     wrapper: Callable
     """Called as ``wrapper(original, *args, **kwargs)``."""
@@ -42,7 +43,7 @@ class PatchSet:
 
     def __init__(self, patches: Sequence[Patch]):
         self.patches = tuple(patches)
-        self._replaced: list[tuple[Callable, Callable]] = []
+        self._replaced: list[_Replaced] = []
 
     @property
     def installed(self) -> bool:
@@ -59,17 +60,16 @@ class PatchSet:
         if self.installed:
             raise PatchError("the patches are installed already")
         problems: list[str] = []
-        pairs = []
+        replaced = []
         for patch in self.patches:
-            original, problem = _resolve(patch)
-            if problem:
-                problems.append(problem)
-            else:
-                pairs.append((original, _wrap(patch.wrapper, original)))
+            try:
+                replaced.append(_resolve(patch))
+            except PatchError as error:
+                problems.append(f"- {patch.target}: {error}")
         if problems:
             raise PatchError("cannot patch this version:\n" + "\n".join(problems))
-        _rebind({id(original): wrapped for original, wrapped in pairs})
-        self._replaced = pairs
+        _swap((item.owner, item.name, item.original, item.wrapped) for item in replaced)
+        self._replaced = replaced
 
     def uninstall(self) -> None:
         """Put every original back, by identity. Without effect if not installed.
@@ -77,35 +77,54 @@ class PatchSet:
         Raises:
             PatchError: Somebody else has replaced one of the wrappers since; nothing is changed.
         """
-        problems = []
-        for patch, (_, wrapped) in zip(self.patches, self._replaced):
-            module, name = patch.target.split(":")
-            current = getattr(sys.modules[module], name, None)
-            if current is not wrapped:
-                problems.append(f"- {patch.target} was replaced again by {current!r}")
+        problems = [
+            f"- {patch.target} was replaced again by {item.current!r}"
+            for patch, item in zip(self.patches, self._replaced)
+            if item.current is not item.wrapped
+        ]
         if problems:
             raise PatchError("cannot uninstall, undo these first:\n" + "\n".join(problems))
-        _rebind({id(wrapped): original for original, wrapped in self._replaced})
+        _swap((item.owner, item.name, item.wrapped, item.original) for item in self._replaced)
         self._replaced = []
 
 
-def _resolve(patch: Patch) -> tuple[Callable | None, str | None]:
-    """Return the function to patch, or a line that says what is wrong with it."""
-    module_name, name = patch.target.split(":")
+@dataclass(frozen=True)
+class _Replaced:
+    """A target that was found, and what goes in its place."""
+
+    owner: ModuleType | type
+    name: str
+    original: Callable
+    wrapped: Callable
+
+    @property
+    def current(self) -> Callable | None:
+        return vars(self.owner).get(self.name)
+
+
+def _resolve(patch: Patch) -> _Replaced:
+    """Find the function to patch.
+
+    Raises:
+        PatchError: It is missing or has other parameters than expected.
+    """
+    module_name, path = patch.target.split(":")
+    *classes, name = path.split(".")
     try:
-        module = importlib.import_module(module_name)
+        owner = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        return None, f"- {patch.target}: {error}"
-    original = getattr(module, name, None)
+        raise PatchError(str(error)) from error
+    for class_name in classes:
+        owner = getattr(owner, class_name, None)
+    original = getattr(owner, "__dict__", {}).get(name)
     if not callable(original):
-        return None, f"- {patch.target}: there is no such function"
+        raise PatchError("there is no such function")
     found = tuple(inspect.signature(original).parameters)
     if found[: len(patch.parameters)] != patch.parameters:
-        return None, (
-            f"- {patch.target}: expected parameters ({', '.join(patch.parameters)}, ...), "
-            f"found ({', '.join(found)})"
+        raise PatchError(
+            f"expected parameters ({', '.join(patch.parameters)}, ...), found ({', '.join(found)})"
         )
-    return original, None
+    return _Replaced(owner, name, original, _wrap(patch.wrapper, original))
 
 
 def _wrap(wrapper: Callable, original: Callable) -> Callable:
@@ -116,13 +135,19 @@ def _wrap(wrapper: Callable, original: Callable) -> Callable:
     return patched
 
 
-def _rebind(replacement: dict[int, Callable]) -> None:
-    """Replace, in every loaded module, each global whose ``id`` is a key of ``replacement``."""
+def _swap(changes: Iterable[tuple[ModuleType | type, str, Callable, Callable]]) -> None:
+    """Replace methods where they are, and functions in every loaded module that holds them."""
+    functions: dict[int, Callable] = {}
+    for owner, name, old, new in changes:
+        if isinstance(owner, type):
+            setattr(owner, name, new)
+        else:
+            functions[id(old)] = new
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         if not isinstance(namespace, dict):
             continue
         for name, value in list(namespace.items()):
-            new = replacement.get(id(value))
+            new = functions.get(id(value))
             if new is not None:
                 namespace[name] = new

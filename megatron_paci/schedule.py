@@ -106,6 +106,30 @@ class StageSchedule:
         """Whether the backward of ``microbatch`` is the last one before a step."""
         return (microbatch + 1) % self.accumulation == 0
 
+    def reported_window(self, microbatch: int) -> int | None:
+        """Return the window whose report travels downstream with the forward of ``microbatch``.
+
+        That is the first forward which the first stage makes after its step of that window, so
+        all stages have taken the step by then, and know the rule without being told. None for
+        forwards that carry no report.
+        """
+        done = microbatch - (self.num_stages + self._extra) + 1
+        if done < self.accumulation or done % self.accumulation:
+            return None
+        return done // self.accumulation - 1
+
+    @property
+    def report_lag(self) -> int:
+        """Windows by which the newest downstream report is behind the window of a step.
+
+        ``ceil((stage + 1) / accumulation)`` with the paper's throttle, once the stream has filled.
+        """
+        return -(-(self.stage + 1) // self.accumulation)
+
+    @property
+    def _extra(self) -> int:
+        return self.depth - (self.num_stages - self.stage)
+
     def _backward(self, microbatch: int) -> tuple[Action, ...]:
         backward = Action(Kind.BACKWARD, microbatch)
         return (backward, STEP) if self.ends_window(microbatch) else (backward,)

@@ -25,14 +25,15 @@ def paci_train_step(
 ):
     """Run one iteration; the optimizer steps once per window, inside the schedule.
 
-    Megatron's step also reduces the outcome over all stages (skipped steps, gradient norm); here a
-    stage reports its own, since waiting for the others is what PACI is there to avoid.
+    Megatron's step reduces the outcome over all stages (skipped steps, gradient norm); here a stage
+    counts the windows it has skipped, and the norm comes along the pipeline.
 
     Returns:
         ``(losses, skipped, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros,
         max_attention_logit)`` like Megatron's train_step. ``losses`` is filled on the last stage
         and covers exactly the microbatches of this iteration, since that stage never lags.
-        ``grad_norm`` is that of this stage's gradient in the last window it has completed.
+        ``grad_norm`` is that of all stages' gradients in the newest window for which this stage
+        knows it: on the first stage the last one it has stepped, on others a few windows ago.
     """
     args = get_args()
     stage = installed_stage()
@@ -53,15 +54,15 @@ def paci_train_step(
     )
     if iteration is not None and iteration + 1 >= args.train_iters:
         stage.drain()
-    window = stage.window
+    window, totals = stage.window, stage.window.ledger.newest
     return (
         average_losses(losses, stage.data_parallel_group) if stage.is_last_stage else {},
         int(window.skipped > skipped_before),
         False,
         False,
         0,
-        window.grad_norm,
-        window.num_zeros,
+        totals and totals.grad_norm,
+        totals and totals.num_zeros if args.log_num_zeros_in_grad else None,
         0,
     )
 

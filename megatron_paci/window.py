@@ -1,27 +1,42 @@
 """The window: ``accumulation`` backward passes, then one optimizer step of this stage alone.
 
 A stage updates like a Megatron job with one pipeline stage: the same gradient finalization, the
-same optimizer, the same clipping, on groups that do not leave the stage.
+same optimizer, the same clipping function, on groups that do not leave the stage. What it has to
+know of other stages comes with reports (report.py).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_paci.exit_request import ExitRequest
+from megatron_paci.report import Ledger, Report
+from megatron_paci.tied import TiedEmbedding
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteGradient(RuntimeError):
+    """A gradient is not finite and ``--paci-nonfinite abort`` is given."""
 
 
 class MegatronWindow:
     """Updates the weights of one model chunk; implements ``engine.Window``.
 
     Attributes:
-        grad_norm: Norm of this stage's gradient in the last window, before clipping; None before
-            the first and where Megatron does not compute it (``--clip-grad 0``).
-        num_zeros: Zeros in that gradient, None unless Megatron counts them.
-        skipped: Windows whose step the optimizer refused.
+        ledger: What this stage knows of the gradients of all stages.
+        skipped: Windows whose step was not taken because a gradient was not finite.
+        partial: Windows that this stage has stepped and an earlier stage has skipped.
         samples_per_microbatch: Samples that one microbatch takes from the data set, over all
             replicas; the unit of Megatron's learning-rate schedule.
     """
@@ -34,63 +49,187 @@ class MegatronWindow:
         config: Any,
         pg_collection: ProcessGroupCollection,
         *,
+        stage: int,
         accumulation: int,
+        ledger: Ledger,
+        exit_request: ExitRequest,
+        take_num_tokens: Callable[[], int],
+        tied: TiedEmbedding | None = None,
+        abort_on_nonfinite: bool = False,
     ):
         """Keep references; nothing is changed yet.
 
         Args:
             scheduler: Megatron's ``OptimizerParamScheduler`` or None.
             pg_collection: Groups of this rank that hold no rank of another stage.
+            stage: Index of this stage, for messages.
             accumulation: Microbatches per window.
+            take_num_tokens: Returns the loss tokens forwarded since it was called last; asked on
+                the last stage only.
+            tied: The tied word embedding, None if this stage holds no copy of one.
+            abort_on_nonfinite: Raise instead of skipping a window.
         """
         self._model = model
         self._optimizer = optimizer
+        self._parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
         self._scheduler = scheduler
         self._config = config
         self._pg_collection = pg_collection
+        self._stage = stage
+        self._exit_request = exit_request
+        self._take_num_tokens = take_num_tokens
+        self._tied = tied
+        self._abort_on_nonfinite = abort_on_nonfinite
         self._parameters = tuple(model.parameters())
         self._no_sync: AbstractContextManager | None = None
         self._open = False
+        self._skip = False
         self.accumulation = accumulation
+        self.ledger = ledger
         self.samples_per_microbatch = 1
-        self.grad_norm: float | None = None
-        self.num_zeros: int | None = None
         self.skipped = 0
+        self.partial = 0
 
     def prepare(self, last: bool) -> None:
         """Ready the gradient buffers for a backward; only the window's last one starts reductions."""
         if not self._open:
-            self._zero_gradients()
+            self._model.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            self._open = True
         if last:
             self._allow_reduction()
+            if self._tied is not None:
+                self._tied.expect_gradient()
         elif self._no_sync is None and self._config.no_sync_func is not None:
             self._no_sync = self._config.no_sync_func()
             self._no_sync.__enter__()
 
-    def step(self) -> None:
-        """Finalize the window's gradients, update the weights, advance the schedules."""
+    def close(self, window: int, later: Report | None) -> Report:
+        """Complete the gradients of the window; return the report over this and later stages."""
         self._config.finalize_model_grads_func(
             [self._model], None, pg_collection=self._pg_collection
         )
-        # Microbatches in flight have saved these parameters for their backward, which is to use
-        # them as they are then (eq. 1); autograd would take the update for an accident.
-        with torch.autograd._unsafe_preserve_version_counter(self._parameters):
-            success, self.grad_norm, self.num_zeros = self._optimizer.step()
-        self.skipped += not success
+        if self._tied is not None:
+            self._tied.join_gradients()
+        num_tokens = 0
+        if self._config.calculate_per_token_loss:
+            num_tokens = self._take_num_tokens() if later is None else later.num_tokens
+            self._scale_by_tokens(num_tokens)
+        loss_scale = self._fix_loss_scale(later)
+        overflow = self._optimizer.prepare_grads()
+        if self._tied is not None:
+            self._tied.leave_to_owner()
+        norm = math.inf if overflow else float(self._optimizer.get_grad_norm())
+        finite = math.isfinite(norm * norm)
+        self._skip = not finite or (later is not None and later.skipped > 0)
+        counts_zeros = finite and self._optimizer.config.log_num_zeros_in_grad
+        own = Report(
+            window=window,
+            sum_of_squares=norm * norm,
+            num_zeros=float(self._optimizer.count_zeros()) if counts_zeros else 0.0,
+            skipped=int(self._skip),
+            num_tokens=num_tokens,
+            loss_scale=loss_scale,
+            requests=self._exit_request.wishes(),
+        )
+        report = self.ledger.close(own, later, norm)
+        self._exit_request.hear_wishes(report.requests)
+        if self._skip:
+            self._note_skip(window, norm)
+        return report
+
+    def step(self) -> None:
+        """Clip and update the weights unless the window is skipped; advance the schedules."""
+        if not self._skip:
+            self._clip()
+            # Microbatches in flight have saved these parameters for their backward, which is to
+            # use them as they are then (eq. 1); autograd would take the update for an accident.
+            with torch.autograd._unsafe_preserve_version_counter(self._parameters):
+                self._optimizer.step_with_ready_grads()
         # By samples consumed, not by steps that succeeded: else stages would part.
         if self._scheduler is not None:
             self._scheduler.step(increment=self.accumulation * self.samples_per_microbatch)
+        if self._tied is not None:
+            self._tied.stepped()
         self._open = False
 
-    def _zero_gradients(self) -> None:
-        self._model.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        self._open = True
+    def hear(self, earlier: Report | None) -> None:
+        """Take what the earlier stages say about an older window, and the weight they own."""
+        if earlier is not None:
+            if self.ledger.hear(earlier):
+                self._note_partial(earlier)
+            self._exit_request.hear_decision(earlier.requests)
+        if self._tied is not None:
+            self._tied.take_weight()
+
+    def tell(self, window: int) -> Report:
+        """Return the report of ``window`` over this and earlier stages."""
+        return replace(self.ledger.tell(window), requests=self._exit_request.announce())
+
+    def settle(self) -> None:
+        """Bring all copies of the tied weight to the same version and forget the reports."""
+        if self._tied is not None:
+            self._tied.settle()
+        self.ledger.forget()
+
+    def _clip(self) -> None:
+        max_norm = self._optimizer.config.clip_grad
+        if max_norm <= 0.0:
+            return
+        for part in self._parts:
+            if not part.is_stub_optimizer and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=max_norm, total_norm=self.ledger.grad_norm
+                )
+
+    def _scale_by_tokens(self, num_tokens: float) -> None:
+        """Divide the gradients by the window's tokens, over all replicas."""
+        total = torch.tensor(int(num_tokens), dtype=torch.int, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(total, group=self._pg_collection.dp_cp)
+        self._model.scale_gradients(1.0 / torch.clamp(total, min=1))
+
+    def _fix_loss_scale(self, later: Report | None) -> float:
+        """Make the unscaling use the scale of the window's loss, which the last stage has fixed.
+
+        That stage may have adapted its scale to other windows by the time a gradient comes here.
+        """
+        scale = 1.0 if later is None else later.loss_scale
+        for part in self._parts:
+            if scaler := getattr(part, "grad_scaler", None):
+                if later is None:
+                    scale = scaler.scale.item()
+                else:
+                    scaler.scale.fill_(scale)
+        return scale
 
     def _allow_reduction(self) -> None:
         if self._no_sync is not None:
             self._no_sync.__exit__(None, None, None)
             self._no_sync = None
+
+    def _note_skip(self, window: int, norm: float) -> None:
+        self.skipped += 1
+        message = f"stage {self._stage}, window {window}: " + (
+            f"the norm of the gradient is {norm}"
+            if not math.isfinite(norm * norm)
+            else "a later stage has a gradient that is not finite"
+        )
+        if self._abort_on_nonfinite:
+            raise NonFiniteGradient(
+                f"{message}; --paci-nonfinite abort ends training, skip would leave out this update"
+            )
+        logger.warning("%s, the update is left out", message)
+
+    def _note_partial(self, earlier: Report) -> None:
+        """An overflow that began in an earlier stage's backward, after this stage had stepped."""
+        self.partial += 1
+        for part in self._parts:
+            if scaler := getattr(part, "grad_scaler", None):
+                scaler.update(True)
+        logger.warning(
+            "stage %d, window %d: partial update, %d earlier stages have left it out",
+            self._stage, earlier.window, earlier.skipped,
+        )
 
 
 def stage_local_collection(

@@ -7,15 +7,15 @@ of them are killed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,9 +55,16 @@ def launch(
         LaunchError: A rank failed or the time is up. All processes are gone then.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ports = free_ports(len(scenarios))
-    numbered = {name: scenario | {"port": port}
-                for (name, scenario), port in zip(scenarios.items(), ports)}
+    # A meeting point per scenario, held open by this process: a port that was only looked up may be
+    # somebody else's by the time its scenario starts.
+    stores = [
+        torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        for _ in scenarios
+    ]
+    numbered = {
+        name: scenario | {"port": store.port}
+        for (name, scenario), store in zip(scenarios.items(), stores)
+    }
     (folder / "scenarios.json").write_text(json.dumps(numbered))
     ranks = []
     try:
@@ -68,6 +75,7 @@ def launch(
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "localhost",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
                 "PACI_TEST_SECONDS": str(seconds),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -92,15 +100,6 @@ def launch(
         name: [json.loads((folder / f"{name}.rank{r}.json").read_text()) for r in range(num_ranks)]
         for name in scenarios
     }
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports nobody listens on: one per scenario, since each makes its own rendezvous."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("localhost", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float) -> None:

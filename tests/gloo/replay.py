@@ -1,15 +1,19 @@
 """An oracle: the whole pipeline replayed in one process, written without the plugin's code.
 
 It knows only the definition: a stage forwards while fewer than N - i of its microbatches wait for
-their backward, else takes the oldest backward, and steps after every ``accumulation`` of them. The
-stages are real Megatron models with real Megatron optimizers; their messages are plain queues.
+their backward, else takes the oldest backward, and steps after every ``accumulation`` of them; and
+the documented rules of what a step uses of other stages. The stages are real Megatron models with
+real Megatron optimizers; their messages are plain queues.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -57,25 +61,36 @@ class ReplayStage:
             optimizer_config, [self.model], config_overrides=overrides
         )
         self.scheduler = training.get_optimizer_param_scheduler(self.optimizer)
-        self.depth = num_stages - index
+        self.index, self.depth = index, num_stages - index
         self.is_last = index == num_stages - 1
         self.data_iterator = data_iterator
         self.waiting: deque = deque()
         self.inputs: deque = deque()
         self.gradients: deque = deque()
-        self.forwards = self.backwards = 0
+        self.forwards = self.backwards = self.steps = self.skipped = 0
         self.losses: list = []
+        self.tokens = 0
+        self.squares: list[float] = []  # by window
+        self.window_tokens: list[int] = []
+        self.skips: list[bool] = []
+        self.tied = None
+        if module.share_embeddings_and_output_weights and (index == 0 or self.is_last):
+            self.tied = module.shared_embedding_or_output_weight()
+            self.tied_gradients: list[torch.Tensor] = []
+            self.tied_versions = [self.tied.detach().clone()]
 
 
 def replay_training(
     seen: dict, train_args: tuple, *, num_stages: int, accumulation: int, initial: str,
-    drain_every: int = 0,
+    drain_every: int = 0, clip: str = "pipelined", poison: dict | None = None,
 ):
     """Replay all iterations; stands in for Megatron's ``train``.
 
     Args:
         seen: Receives ``losses`` per iteration and, per stage, ``weights`` and ``optimizer``.
         drain_every: Iterations between drains, 0 for one at the end.
+        clip: Rule of the clipping norm.
+        poison: ``stage`` and ``microbatch`` whose backward gives NaN.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
@@ -91,8 +106,9 @@ def replay_training(
     streams = [args.train_iters] if not drain_every else (
         [drain_every] * (args.train_iters // drain_every)
     )
+    rules = Rules(accumulation, forward_step_func, clip, poison or {})
     for iterations in streams:
-        run_stream(stages, iterations * microbatches, accumulation, forward_step_func)
+        run_stream(stages, iterations * microbatches, rules)
     losses = stages[-1].losses
     for start in range(0, len(losses), microbatches):
         total = torch.stack([entry["lm loss"] for entry in losses[start:start + microbatches]])
@@ -100,57 +116,140 @@ def replay_training(
         seen["losses"].append({"lm loss": float(total[0] / total[1])})
     seen["weights"] = [digest(stage.model.parameters()) for stage in stages]
     seen["optimizer"] = [digest(optimizer_tensors(stage.optimizer)) for stage in stages]
+    seen["skipped"] = [stage.skipped for stage in stages]
     return args.train_iters, 0
 
 
-def run_stream(stages: list[ReplayStage], total: int, accumulation: int, forward_step_func) -> None:
+@dataclass
+class Rules:
+    accumulation: int
+    forward_step_func: Callable
+    clip: str
+    poison: dict
+
+
+def run_stream(stages: list[ReplayStage], total: int, rules: Rules) -> None:
     """Run ``total`` microbatches through all stages, the pipeline empty before and after."""
     for stage in stages:
         stage.forwards = stage.backwards = 0
+        stage.first_window = stage.steps
     while any(stage.backwards < total for stage in stages):
         moved = False
         for index, stage in enumerate(stages):
             if stage.forwards < total and len(stage.waiting) < stage.depth:
                 if index == 0 or stage.inputs:
-                    forward(stages, index, accumulation, forward_step_func)
+                    forward(stages, index, rules)
                     moved = True
             elif stage.waiting and (stage.is_last or stage.gradients):
-                backward(stages, index, accumulation)
+                backward(stages, index, rules)
+                if stage.backwards % rules.accumulation == 0:
+                    step(stages, index, total, rules)
                 moved = True
         assert moved, "the replay is stuck"
+    if stages[-1].tied is not None and len(stages) > 1:
+        with torch.no_grad():
+            stages[-1].tied.copy_(stages[0].tied)
 
 
-def forward(stages, index: int, accumulation: int, forward_step_func) -> None:
+def forward(stages, index: int, rules: Rules) -> None:
     from megatron.core.pipeline_parallel.schedules import forward_step
 
     stage = stages[index]
+    if stage.tied is not None and stage.is_last and index:
+        # The copy has the version that the first stage had when it sent this microbatch.
+        version = max(0, stage.forwards + 1 - len(stages)) // rules.accumulation
+        with torch.no_grad():
+            stage.tied.copy_(stages[0].tied_versions[stage.first_window + version])
     received = stage.inputs.popleft() if index else None
-    output, _ = forward_step(
-        forward_step_func, stage.data_iterator, stage.model, accumulation, received, stage.losses,
-        stage.config, cp_group_size=1, is_last_stage=stage.is_last,
+    output, tokens = forward_step(
+        rules.forward_step_func, stage.data_iterator, stage.model, rules.accumulation, received,
+        stage.losses, stage.config, cp_group_size=1, is_last_stage=stage.is_last,
     )
     stage.forwards += 1
+    stage.tokens += int(tokens)
     stage.waiting.append((received, output))
     if not stage.is_last:
         stages[index + 1].inputs.append(output.detach().clone().requires_grad_())
 
 
-def backward(stages, index: int, accumulation: int) -> None:
+def backward(stages, index: int, rules: Rules) -> None:
     stage = stages[index]
     received, output = stage.waiting.popleft()
-    if stage.backwards % accumulation == 0:
+    if stage.backwards % rules.accumulation == 0:
         stage.model.zero_grad_buffer()
         stage.optimizer.zero_grad()
     if received is not None:
         received.retain_grad()
     torch.autograd.backward(output, None if stage.is_last else stage.gradients.popleft())
+    gradient = None if received is None else received.grad.clone()
+    if rules.poison and (index, stage.backwards) == (
+        rules.poison["stage"], rules.poison["microbatch"]
+    ):
+        next(stage.model.parameters()).main_grad.fill_(math.nan)
+        if gradient is not None:
+            gradient.fill_(math.nan)
     if index:
-        stages[index - 1].gradients.append(received.grad.clone())
+        stages[index - 1].gradients.append(gradient)
     stage.backwards += 1
-    if stage.backwards % accumulation == 0:
-        stage.model.finish_grad_sync()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(stage.model.parameters())):
-            stage.optimizer.step()
-        from megatron.training import get_args
 
-        stage.scheduler.step(increment=accumulation * get_args().micro_batch_size)
+
+def step(stages, index: int, total: int, rules: Rules) -> None:
+    """Update one stage by the documented rules."""
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.training import get_args
+
+    stage, window = stages[index], stages[index].steps
+    last = stages[-1]
+    stage.model.finish_grad_sync()
+    if stage.tied is not None and len(stages) > 1:
+        if stage.is_last:
+            stage.tied_gradients.append(stage.tied.main_grad.clone())
+        else:
+            stage.tied.main_grad.add_(last.tied_gradients[window])
+    if stage.config.calculate_per_token_loss:
+        if stage.is_last:
+            stage.window_tokens.append(stage.tokens)
+            stage.tokens = 0
+        stage.model.scale_gradients(1.0 / torch.tensor(last.window_tokens[window]))
+    stage.optimizer.prepare_grads()
+    if stage.tied is not None and stage.is_last and index:
+        stage.tied.grad = None
+    own_norm = float(stage.optimizer.get_grad_norm())
+    stage.squares.append(own_norm * own_norm)
+    later = 0.0
+    for other in reversed(stages[index + 1:]):
+        later = other.squares[window] + later
+    # The newest window whose report has come down: it rides with the first forward after the
+    # first stage's step, and no forward comes any more at the end of the stream.
+    in_stream = window - stage.first_window
+    newest = min(
+        in_stream - math.ceil((index + 1) / rules.accumulation),
+        (total - len(stages)) // rules.accumulation - 1,
+    )
+    norm = own_norm
+    if rules.clip == "pipelined" and (index < len(stages) - 1 or (newest >= 0 and index)):
+        earlier = 0.0
+        if newest >= 0 and index:
+            known = [
+                sum(other.squares[w] for other in stages[:index])
+                for w in range(stage.first_window, stage.first_window + newest + 1)
+            ]
+            finite = [value for value in known if math.isfinite(value)]
+            earlier = finite[-1] if finite else 0.0
+        own = own_norm * own_norm
+        norm = math.sqrt((own + later if index < len(stages) - 1 else own) + earlier)
+    skip = not math.isfinite(own_norm) or any(
+        other.skips[window] for other in stages[index + 1:]
+    )
+    stage.skips.append(skip)
+    stage.skipped += skip
+    if not skip:
+        max_norm = get_args().clip_grad
+        if max_norm > 0:
+            clip_grad_by_total_norm_fp32(stage.optimizer.get_parameters(), max_norm, norm)
+        with torch.autograd._unsafe_preserve_version_counter(tuple(stage.model.parameters())):
+            stage.optimizer.step_with_ready_grads()
+    stage.scheduler.step(increment=rules.accumulation * get_args().micro_batch_size)
+    stage.steps += 1
+    if stage.tied is not None and index == 0:
+        stage.tied_versions.append(stage.tied.detach().clone())

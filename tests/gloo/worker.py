@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import itertools
 import json
+import math
 import os
 import random
 import runpy
+import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -78,20 +82,23 @@ def live_storage_bytes() -> int:
 
 
 def train(arguments: list[str], *, script: str, save_initial: str | None = None,
-          replay: dict | None = None, sleep_ms: float = 0) -> dict:
+          replay: dict | None = None, sleep_ms: float = 0, poison: dict | None = None,
+          stop: dict | None = None) -> dict:
     """Run a launch script under the hooks; return what this rank saw.
 
     Args:
         save_initial: File stem; the initial state of the model goes to ``<stem>.rank<r>.pt``.
         replay: Instead of training, replay ``replay["num_stages"]`` stages in this process.
         sleep_ms: Most milliseconds of a random sleep after every action.
+        poison: Plant NaN at ``stage`` and ``microbatch``, ``where`` is forward or backward.
+        stop: At ``iteration`` on ``rank``, ``how`` is signal or duration: wish to end training.
     """
     import torch
 
     from megatron_paci.build import installed_stage
     from megatron_paci.patching import Patch, PatchSet
 
-    seen: dict = {"actions": [], "losses": [], "evaluations": []}
+    seen: dict = {"actions": [], "losses": [], "evaluations": [], "grad_norms": []}
     delays = random.Random(RANK)
 
     def observe(engine, action):
@@ -111,14 +118,20 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         seen["optimizer"] = digest(optimizer_tensors(optimizer))
         seen["learning_rate"] = optimizer.param_groups[0]["lr"]
         seen["bytes"] = live_storage_bytes()
+        seen["finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
         return result
 
     def probe_step(original, *args, **kwargs):
         stage = installed_stage()
         if stage is not None and stage.engine.observer is None:
             stage.engine.observer = observe
+            if poison and stage.engine.schedule.stage == poison["stage"]:
+                plant_nan(stage, poison["microbatch"], poison["where"])
             seen["engine"] = stage.engine
+        if stop and (len(seen["losses"]), RANK) == (stop["iteration"], stop["rank"]):
+            wish_to_end(stop["how"])
         result = original(*args, **kwargs)
+        seen["grad_norms"].append(result[5] if result[5] is None else float(result[5]))
         seen["losses"].append({name: float(value) for name, value in result[0].items()})
         return result
 
@@ -143,10 +156,46 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
             runpy.run_path(str(path), run_name="__main__")
     finally:
         probes.uninstall()
-        tear_down()
+    tear_down()
     if engine := seen.pop("engine", None):
         seen["statistics"] = engine.statistics()
+        seen["skipped"], seen["partial"] = engine.window.skipped, engine.window.partial
     return seen
+
+
+def plant_nan(stage, microbatch: int, where: str) -> None:
+    """Make one pass of this stage return NaN; a backward spoils a weight gradient as well."""
+    compute, model = stage.compute, stage.model
+    if where == "forward":
+        original = compute.forward
+
+        def forward(index, *args):
+            output = original(index, *args)
+            return output * math.nan if index == microbatch else output
+
+        compute.forward = forward
+        return
+    original, count = compute.backward, itertools.count()
+
+    def backward(*args):
+        gradient = original(*args)
+        if next(count) == microbatch:
+            next(model.parameters()).main_grad.fill_(math.nan)
+            if gradient is not None:
+                gradient.fill_(math.nan)
+        return gradient
+
+    compute.backward = backward
+
+
+def wish_to_end(how: str) -> None:
+    """Send this process a signal, or let its time be over."""
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        from megatron.training import training
+
+        training._TRAIN_START_TIME -= 3600
 
 
 def tear_down() -> None:
@@ -201,4 +250,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # other ranks may wait for this one: end at once, so that all are ended

@@ -29,6 +29,9 @@ class MockStage:
     def release(self, output_tensor):
         self.log.append(f"release {output_tensor}")
 
+    def begin_stream(self, schedule):
+        self.log.append("begin")
+
     def expect_forwards(self, count):
         self.expected += count
 
@@ -44,16 +47,41 @@ class MockStage:
     def send_backward(self, microbatch, input_grad):
         self.log.append(f"return {input_grad}")
 
+    def receive_downstream(self):
+        return "earlier"
+
+    def send_downstream(self, report):
+        self.log.append(f"send {report}")
+
+    def receive_upstream(self):
+        return "later"
+
+    def send_upstream(self, report):
+        self.log.append(f"return {report}")
+
     def finish(self):
         self.log.append("finish")
 
     def prepare(self, last):
         self.log.append(f"prepare {'last' if last else 'more'}")
 
+    def close(self, window, later):
+        self.log.append(f"close {window} {later}")
+        return f"report{window}"
+
     def step(self):
         if self.in_step:
             raise self.in_step
         self.log.append("step")
+
+    def hear(self, earlier):
+        self.log.append(f"hear {earlier}")
+
+    def tell(self, window):
+        return f"report{window}"
+
+    def settle(self):
+        self.log.append("settle")
 
 
 def build(stage=0, num_stages=2, accumulation=2):
@@ -87,14 +115,40 @@ def test_passes_get_what_belongs_to_their_microbatch():
     engine, mock, _ = build(stage=0, num_stages=2, accumulation=2)
     engine.run(2)
     assert mock.log == [
-        "forward 0 in0", "send out0", "release out0",
+        "begin", "forward 0 in0", "send out0", "release out0",
         "forward 1 in1", "send out1", "release out1",
         "prepare more", "backward in0 out0 grad0", "return grad-of-in0",
     ]
     engine.drain()
-    assert mock.log[9:] == [
-        "prepare last", "backward in1 out1 grad1", "return grad-of-in1", "step", "finish",
+    assert mock.log[10:] == [
+        "prepare last", "backward in1 out1 grad1", "return grad-of-in1",
+        "close 0 later", "return report0", "step", "settle", "finish", "begin",
     ]
+
+
+def test_reports_travel_behind_the_forwards_that_the_rule_names():
+    engine, mock, actions = build(stage=0, num_stages=2, accumulation=2)
+    for _ in range(4):
+        engine.run(2)
+    heard = [i for i, entry in enumerate(mock.log) if entry.startswith("hear")]
+    assert [mock.log[i + 1].split()[1] for i in heard] == ["3", "5", "7"]
+    assert [mock.log[i + 3] for i in heard] == ["send report0", "send report1", "send report2"]
+    engine.drain()
+    before = len(mock.log)
+    engine.run(2)
+    engine.run(2)
+    # A new stream: windows go on being counted, the rule begins anew.
+    assert "close 4 later" in mock.log[before:] and "send report4" in mock.log[before:]
+
+
+def test_streaming_is_the_same_on_all_stages_between_drains():
+    for stage in range(3):
+        engine, _, _ = build(stage, 3, 2)
+        assert not engine.streaming
+        engine.run(4)
+        assert engine.streaming
+        engine.drain()
+        assert not engine.streaming
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -135,7 +189,7 @@ def test_a_run_that_would_end_inside_a_window_is_refused_before_anything_moves()
     engine, mock, _ = build(accumulation=4)
     with pytest.raises(ValueError, match="6 microbatches are not a multiple"):
         engine.run(6)
-    assert not mock.log and not mock.expected
+    assert mock.log == ["begin"] and not mock.expected
 
 
 def test_an_error_says_where_in_the_schedule_it_happened():

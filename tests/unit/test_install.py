@@ -20,24 +20,34 @@ def bindings(functions) -> dict[tuple[str, str], int]:
 
 
 def test_uninstall_gives_every_target_back_by_identity():
+    import importlib
+
     from megatron_paci import hooks, install, uninstall
 
-    targets = []
+    functions, methods = [], {}
     for patch in hooks.PATCHES.patches:
-        module, name = patch.target.split(":")
-        targets.append(getattr(sys.modules.get(module) or __import__(module, fromlist="_"), name))
-    before = bindings(targets)
+        module, path = patch.target.split(":")
+        owner = importlib.import_module(module)
+        *classes, name = path.split(".")
+        for class_name in classes:
+            owner = getattr(owner, class_name)
+        if classes:
+            methods[owner, name] = vars(owner)[name]
+        else:
+            functions.append(getattr(owner, name))
+    before = bindings(functions)
     # The schedule getter is known under three names.
-    getter = [key for key in before if key[1] == "get_forward_backward_func"]
-    assert len(getter) >= 3
+    assert len([key for key in before if key[1] == "get_forward_backward_func"]) >= 3
     install()
     try:
-        assert not bindings(targets)
+        assert not bindings(functions)
+        assert all(vars(owner)[name] is not method for (owner, name), method in methods.items())
         assert all(patch.why for patch in hooks.PATCHES.patches)
         install()  # without effect
     finally:
         uninstall()
-    assert bindings(targets) == before
+    assert bindings(functions) == before
+    assert all(vars(owner)[name] is method for (owner, name), method in methods.items())
     uninstall()  # without effect
 
 

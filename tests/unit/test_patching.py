@@ -104,3 +104,24 @@ def test_a_patch_on_top_has_to_go_first(host):
     assert module.area(1) == 2
     patches.uninstall()
     assert module.area(1) == 1
+
+
+def test_a_method_is_replaced_in_its_class_and_given_back(host):
+    module, _ = host
+
+    class Timer:
+        def start(self, barrier=False):
+            return barrier
+
+    module.Timer = Timer
+    original = Timer.__dict__["start"]
+    patches = PatchSet(
+        [Patch("host_framework:Timer.start", lambda original, self, barrier=False:
+               original(self, barrier=not barrier), ("self", "barrier"), "")]
+    )
+    patches.install()
+    assert Timer().start() is True
+    patches.uninstall()
+    assert Timer.__dict__["start"] is original
+    with pytest.raises(PatchError, match="no such function"):
+        PatchSet([Patch("host_framework:Timer.stop", double, (), "")]).install()

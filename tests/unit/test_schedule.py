@@ -96,6 +96,26 @@ def test_the_stream_takes_one_ramp_however_many_windows_it_spans():
         assert slots == 2 * count + 2 * (num_stages - 1)
 
 
+@pytest.mark.parametrize("num_stages, accumulation", SHAPES)
+def test_reports_ride_in_order_after_the_step_and_with_the_stated_lag(num_stages, accumulation):
+    total = accumulation * (4 * num_stages + 30)
+    for stage in range(num_stages):
+        schedule = StageSchedule(stage, num_stages, accumulation)
+        steps, newest, lags = 0, -1, set()
+        for action in schedule.finite(total):
+            if action is STEP:
+                filled = steps > num_stages and steps * accumulation < total - 3 * num_stages
+                lags |= {steps - newest} if filled else set()
+                steps += 1
+            elif action.kind is Kind.FORWARD:
+                window = schedule.reported_window(action.microbatch)
+                if window is not None:
+                    assert window == newest + 1
+                    assert window < steps  # taken here, too
+                    newest = window
+        assert lags == {schedule.report_lag}
+
+
 @pytest.mark.parametrize(
     "stage, change, message",
     [

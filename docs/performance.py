@@ -1,0 +1,72 @@
+"""Measures the tables of docs/performance.md. Run: python docs/performance.py [FOLDER]
+
+Every run is real Megatron training on this machine's CPUs, in virtual time (see
+``python -m megatron_paci bench virtual --help``). FOLDER keeps the results as JSON
+(default: out/performance); runs that are there already are not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_paci.bench.virtual import VirtualRun, measure  # noqa: E402
+
+STAGES = (2, 4, 8)
+MICROBATCHES = (1, 2, 4, 8, 16)
+LATENCIES = ("0", "1/20")  # in forwards
+
+
+def planned(stages: int) -> dict[str, VirtualRun]:
+    """Return the runs with a number of stages, by name: tied embeddings, clipping, all logging."""
+    runs = {}
+    for microbatches in MICROBATCHES:
+        for schedule in ("1f1b", "interleaved", "paci"):
+            if schedule == "interleaved" and microbatches % stages:
+                continue  # Megatron's interleaved schedule needs a multiple of the stages
+            for latency in LATENCIES if schedule == "paci" else LATENCIES[:1]:
+                name = f"{schedule}-n{stages}-m{microbatches}-l{latency.replace('/', 'of')}"
+                runs[name] = VirtualRun(
+                    stages=stages, microbatches=microbatches, schedule=schedule, latency=latency,
+                    accum=microbatches if schedule == "paci" else None, tied_embeddings=True,
+                    iterations=20, megatron_args="--clip-grad 1.0",
+                )
+    return runs
+
+
+def main(folder: Path) -> None:
+    """Measure what is missing and print the tables as Markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for stages in STAGES:
+        runs = planned(stages)
+        missing = {n: run for n, run in runs.items() if not (folder / f"{n}.json").exists()}
+        if missing:
+            with tempfile.TemporaryDirectory() as scratch:
+                found = measure(list(missing.values()), folder=Path(scratch), seconds=1800)
+            for name, result in zip(missing, found):
+                (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
+        results |= {n: json.loads((folder / f"{n}.json").read_text()) for n in runs}
+    print("| stages | microbatches | 1F1B | m/(m+N-1) | interleaved, v=2 | 2m/(2m+N-1) | PACI | "
+          "PACI, latency 5% | collectives over stages per iteration: 1F1B, PACI |")
+    print("| --- " * 9 + "|")
+    for n in STAGES:
+        for m in MICROBATCHES:
+            def worst(schedule: str, latency: str = "0", n: int = n, m: int = m) -> str:
+                result = results.get(f"{schedule}-n{n}-m{m}-l{latency}")
+                return f"{min(result['utilization']):.3f}" if result else "-"
+
+            syncs = [results[f"{s}-n{n}-m{m}-l0"]["cross_stage_collectives"]
+                     for s in ("1f1b", "paci")]
+            print(f"| {n} | {m} | {worst('1f1b')} | {m / (m + n - 1):.3f} | "
+                  f"{worst('interleaved')} | {2 * m / (2 * m + n - 1):.3f} | {worst('paci')} | "
+                  f"{worst('paci', '1of20')} | {syncs[0]:g}, {syncs[1]:g} |")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "out" / "performance")

@@ -1,0 +1,108 @@
+"""Draws docs/images/schedules.png: 1F1B and PACI as time lines. Run: python docs/pictures.py
+
+Both are timed from the same data that the engine runs: a forward takes one unit of time, a backward
+two, a message none; a pass starts as soon as its stage is free and its input is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_paci.schedule import STEP, Action, Kind, StageSchedule  # noqa: E402
+
+STAGES, MICROBATCHES, WINDOWS = 4, 4, 5
+SECONDS = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"]  # by window; safe for most eyes
+
+
+def synchronous(stage: int) -> list[tuple[int, Action]]:
+    """Return 1F1B: a stream that is drained after every window, as (window, action)."""
+    schedule = StageSchedule(stage, STAGES, MICROBATCHES)
+    return [(w, action) for w in range(WINDOWS) for action in schedule.finite(MICROBATCHES)]
+
+
+def streaming(stage: int) -> list[tuple[int, Action]]:
+    """Return PACI: one stream over all windows."""
+    schedule = StageSchedule(stage, STAGES, MICROBATCHES)
+    return [(0, action) for action in schedule.finite(MICROBATCHES * WINDOWS)]
+
+
+def timed(orders: list[list[tuple[int, Action]]]) -> list[tuple[int, float, int, Action]]:
+    """Return (stage, start, window, action) of every pass."""
+    free = [0.0] * STAGES
+    position = [0] * STAGES
+    end: dict[tuple, float] = {}
+    boxes = []
+    for _ in count():
+        moved = False
+        for stage, order in enumerate(orders):
+            while position[stage] < len(order):
+                stream, action = order[position[stage]]
+                if action is STEP:
+                    position[stage] += 1
+                    continue
+                source = stage + (1 if action.kind is Kind.BACKWARD else -1)
+                needs = (source, stream, action)
+                if 0 <= source < STAGES and needs not in end:
+                    break
+                start = max(free[stage], end.get(needs, 0.0))
+                # A flush: the next stream starts on a stage after it has stepped.
+                free[stage] = end[stage, stream, action] = start + SECONDS[action.kind]
+                window = stream + action.microbatch // MICROBATCHES
+                boxes.append((stage, start, window, action))
+                position[stage] += 1
+                moved = True
+        if not moved:
+            return boxes
+
+
+def draw(path: Path) -> None:
+    """Write the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = [("1F1B: the pipeline is emptied before every update", synchronous),
+            ("PACI: it never is; every stage updates by itself", streaming)]
+    figure, axes = plt.subplots(2, 1, figsize=(12.8, 5.2), sharex=True, dpi=100)
+    end = 0.0
+    for axis, (title, order) in zip(axes, runs):
+        boxes = timed([order(stage) for stage in range(STAGES)])
+        for stage, start, window, action in boxes:
+            backward = action.kind is Kind.BACKWARD
+            width = SECONDS[action.kind]
+            axis.barh(stage, width, left=start, height=0.86, color=COLOURS[window % 5],
+                      alpha=1.0 if backward else 0.55, edgecolor="white", linewidth=1.2)
+            axis.text(start + width / 2, stage, str(action.microbatch % MICROBATCHES),
+                      ha="center", va="center", fontsize=8, color="black")
+            if backward and action.microbatch % MICROBATCHES == MICROBATCHES - 1:
+                axis.plot(start + width, stage - 0.52, marker="v", color="black", markersize=5,
+                          clip_on=False)
+            end = max(end, start + width)
+        last = max(start + SECONDS[action.kind] for _, start, _, action in boxes)
+        axis.axvline(last, color="black", linewidth=1, linestyle=":")
+        axis.text(last + 0.4, 1.5, f"{last:.0f}", va="center", fontsize=11, weight="bold")
+        axis.set_title(title, loc="left", fontsize=12, weight="bold", pad=10)
+        axis.set_yticks(range(STAGES), [f"stage {stage}" for stage in range(STAGES)])
+        axis.set_ylim(STAGES - 0.5, -0.75)
+        for side in ("top", "right", "left", "bottom"):
+            axis.spines[side].set_visible(False)
+        axis.tick_params(length=0)
+    axes[1].set_xlim(0, end + 3)
+    axes[1].set_xlabel(
+        f"time (forwards)    {WINDOWS} updates of {MICROBATCHES} microbatches on {STAGES} stages; "
+        "pale: forward, full: backward, colour: update, triangle: optimizer step of that stage",
+        fontsize=9.5,
+    )
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    draw(Path(__file__).with_name("images") / "schedules.png")

@@ -1,0 +1,197 @@
+"""What stages tell each other: clipping, token counts, invalid gradients, tied weights, the end.
+
+Undrained runs are compared, to the last bit, with the replay (replay.py), which knows the documented
+rules and shares no code with the plugin; drained ones with Megatron's own 1F1B.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.gloo.launch import TINY_GPT, flags, launch
+
+TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
+EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
+MASKED = "--calculate-per-token-loss"
+ITERATIONS = 4
+
+DRAINED = {
+    "tied": ("", TIED),
+    "tied-bf16": ("--bf16", TIED),
+    "per-token": (MASKED, TINY_GPT),
+    "tied-per-token": (MASKED, TIED),
+    "fp16": ("--fp16 --initial-loss-scale 65536", TINY_GPT),
+}
+STREAMS = {
+    # name: (accumulation, flags, base flags, what the replay has to know)
+    "clipped-a1": (1, "--clip-grad 0.3", TINY_GPT, {}),
+    "clipped-a4": (4, "--clip-grad 0.3", TINY_GPT, {}),
+    "clipped-a8": (8, "--clip-grad 0.3", TINY_GPT, {}),
+    "local-a2": (2, "--clip-grad 0.3 --paci-clip local", TINY_GPT, {"clip": "local"}),
+    "tied-a1": (1, "--clip-grad 0", TIED, {}),
+    "tied-a4": (4, "", TIED, {}),
+    "per-token-a2": (2, MASKED, TIED, {}),
+    "nan-a2": (2, "--clip-grad 0.5", TINY_GPT, {"poison": {"stage": 1, "microbatch": 9}}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("reports")
+
+
+def streams(num_stages: int, folder) -> dict[str, dict]:
+    scenarios = {}
+    for name, (accumulation, extra, base, rules) in STREAMS.items():
+        poison = rules.get("poison")
+        scenarios[name] = {
+            "arguments": flags(
+                num_stages, f"--pipeline-schedule paci --paci-accum {accumulation} {extra}", base
+            ),
+            "save_initial": str(folder / f"{name}-{num_stages}"),
+            "poison": poison and {**poison, "where": "backward"},
+        }
+    return scenarios
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    scenarios = streams(2, folder)
+    for name, (extra, base) in DRAINED.items():
+        command = flags(2, f"{EVERY} {extra}", base)
+        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
+        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+    for stage in range(2):
+        for where in ("forward", "backward"):
+            scenarios[f"poisoned-{where}-{stage}"] = {
+                "arguments": flags(2, "--pipeline-schedule paci --paci-accum 4", TIED),
+                "poison": {"stage": stage, "microbatch": 10, "where": where},
+            }
+    scenarios["overflow"] = {
+        "arguments": flags(2, "--pipeline-schedule paci --paci-accum 4 --fp16 "
+                              "--initial-loss-scale 8388608 --hysteresis 1")
+    }
+    scenarios["resumed"] = {
+        "arguments": flags(2, f"--pipeline-schedule paci --paci-accum 4 --save {folder}/saved "
+                              "--save-interval 100 --exit-interval 2", TIED),
+        "poison": {"stage": 0, "microbatch": 10, "where": "backward"},
+    }
+    scenarios["resumed-on"] = {
+        "arguments": flags(2, f"--pipeline-schedule paci --paci-accum 4 --load {folder}/saved",
+                           TIED)
+    }
+    return launch(2, scenarios, folder / "two", seconds=300)
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    scenarios = streams(4, folder)
+    command = flags(4, EVERY, TIED)
+    scenarios["stock-tied"] = {"arguments": command, "plugin": False}
+    scenarios["paci-tied"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+    long = "--pipeline-schedule paci --paci-accum 4 --train-iters 30 --exit-signal-handler "
+    for name, how, rank, extra in (
+        ("signal-first", "signal", 0, ""), ("signal-middle", "signal", 2, ""),
+        ("signal-last", "signal", 3, ""),
+        ("duration", "duration", 1, "--exit-duration-in-mins 30"),
+    ):
+        scenarios[name] = {
+            "arguments": flags(4, long + extra),
+            "stop": {"iteration": 3, "rank": rank, "how": how},
+        }
+    return launch(4, scenarios, folder / "four", seconds=400)
+
+
+@pytest.fixture(scope="module")
+def one(folder, two, four):
+    scenarios = {}
+    for name, (accumulation, extra, base, rules) in STREAMS.items():
+        # The replay is started without the plugin's flags, under Megatron's own schedule.
+        extra = extra.replace("--paci-clip local", "") + " --no-check-for-nan-in-loss-and-grad"
+        for num_stages in (2, 4):
+            scenarios[f"{name}-{num_stages}"] = {
+                "arguments": flags(1, extra, base),
+                "replay": {
+                    "num_stages": num_stages, "accumulation": accumulation,
+                    "initial": str(folder / f"{name}-{num_stages}"), **rules,
+                },
+            }
+    return launch(1, scenarios, folder / "one", seconds=300)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_equals_its_replay(two, four, one, name, num_stages):
+    ranks, replay = (two if num_stages == 2 else four)[name], one[f"{name}-{num_stages}"][0]
+    assert ranks[-1]["losses"] == replay["losses"] and len(replay["losses"]) == ITERATIONS
+    assert [rank["weights"] for rank in ranks] == replay["weights"]
+    assert [rank["skipped"] for rank in ranks] == replay["skipped"]
+
+
+def test_clipping_and_its_rules_make_a_difference(two):
+    weights = {name: two[name][0]["weights"] for name in STREAMS}
+    assert len(set(weights.values())) == len(weights)
+
+
+@pytest.mark.parametrize("name", DRAINED)
+def test_drained_every_window_equals_1f1b(two, name):
+    for stock, paci in zip(two[f"stock-{name}"], two[f"paci-{name}"]):
+        for key in ("losses", "evaluations", "weights", "learning_rate"):
+            assert paci[key] == stock[key]
+    # The owner's optimizer too; the copy on the last stage has none under PACI.
+    assert two[f"paci-{name}"][0]["optimizer"] == two[f"stock-{name}"][0]["optimizer"]
+
+
+def test_tied_on_four_stages_equals_1f1b(four):
+    for stock, paci in zip(four["stock-tied"], four["paci-tied"]):
+        assert (paci["losses"], paci["weights"]) == (stock["losses"], stock["weights"])
+
+
+def test_the_tied_copy_costs_no_memory(two):
+    """The last stage saves the optimizer state of its copy; messages are no more than that."""
+    for stock, paci in zip(two["stock-tied"], two["paci-tied"]):
+        assert paci["bytes"] <= stock["bytes"] + 1024
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_window_with_nan_is_left_out_where_it_can_be_known(two, stage, where):
+    ranks = two[f"poisoned-{where}-{stage}"]
+    assert all(rank["finite"] for rank in ranks)
+    assert all(math.isfinite(entry["lm loss"]) for entry in ranks[1]["losses"][2:])
+    if where == "backward" and stage == 0:  # the last stage had stepped already
+        assert [rank["skipped"] for rank in ranks] == [1, 0]
+        assert [rank["partial"] for rank in ranks] == [0, 1]
+    else:
+        assert [rank["skipped"] for rank in ranks] == [1, 1]
+        assert [rank["partial"] for rank in ranks] == [0, 0]
+    assert [rank["statistics"]["updates"] for rank in ranks] == [8, 8]
+
+
+def test_training_resumes_after_a_skipped_window(two):
+    assert [rank["skipped"] for rank in two["resumed"]] == [1, 0]
+    assert [len(rank["losses"]) for rank in two["resumed-on"]] == [2, 2]
+    assert all(rank["finite"] and rank["skipped"] == 0 for rank in two["resumed-on"])
+
+
+def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(two):
+    ranks = two["overflow"]
+    assert all(rank["finite"] for rank in ranks)
+    skipped = [rank["skipped"] for rank in ranks]
+    assert 0 < skipped[0] < 8 and skipped[0] == skipped[1] + ranks[1]["partial"]
+
+
+@pytest.mark.parametrize("name", ["signal-first", "signal-middle", "signal-last", "duration"])
+def test_the_wish_of_one_stage_ends_all_at_the_same_iteration(four, name):
+    iterations = {len(rank["losses"]) for rank in four[name]}
+    assert len(iterations) == 1
+    assert 4 <= iterations.pop() <= 3 + 3  # wished in the fourth, at most two more
+
+
+def test_the_logged_norm_is_that_of_all_stages(four):
+    """With one window per iteration all stages log the norm of the window before the last one."""
+    first, last = four["clipped-a8"][0]["grad_norms"], four["clipped-a8"][3]["grad_norms"]
+    assert first[0] is None and last[0] is None
+    assert last[1:3] == pytest.approx(first[1:3], rel=1e-12)
