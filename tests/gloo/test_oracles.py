@@ -62,7 +62,9 @@ def two(folder):
     scenarios["off"] = {"arguments": flags(2, EVERY)}
     scenarios["1f1b"] = {"arguments": flags(2, f"{EVERY} --pipeline-schedule 1f1b")}
     scenarios["again"] = {**scenarios["n2m8a2"], "save_initial": None, "sleep_ms": 5}
-    scenarios["clipped"] = {"arguments": flags(2, "--pipeline-schedule paci --paci-accum 2")}
+    scenarios["long"] = {
+        "arguments": flags(2, "--pipeline-schedule paci --paci-accum 2 --train-iters 24 --lr 1e-3")
+    }
     return launch(2, scenarios, folder / "two", seconds=240)
 
 
@@ -166,6 +168,6 @@ def test_delay_changes_the_numbers(two):
     assert two["n2m8a8"][1]["losses"][1:] != two["paci-plain"][1]["losses"][1:]
 
 
-def test_the_loss_falls_with_stage_local_clipping(two):
-    losses = [entry["lm loss"] for entry in two["clipped"][1]["losses"]]
-    assert len(losses) == ITERATIONS and losses[-1] < losses[0] - 0.1
+def test_the_loss_falls(two):
+    losses = [entry["lm loss"] for entry in two["long"][1]["losses"]]
+    assert sum(losses[-4:]) / 4 < losses[0] - 0.5
