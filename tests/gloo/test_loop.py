@@ -14,7 +14,7 @@ from tests.gloo.launch import flags, launch
 LOGGING = (
     "--clip-grad 1.0 --log-throughput --log-memory-to-tensorboard --log-timers-to-tensorboard "
     "--timing-log-level 2 --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard "
-    "--log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --exit-signal-handler "
+    "--log-world-size-to-tensorboard --exit-signal-handler "
     "--exit-duration-in-mins 1000 --manual-gc"
 )
 
