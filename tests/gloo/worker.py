@@ -83,7 +83,7 @@ def live_storage_bytes() -> int:
 
 def train(arguments: list[str], *, script: str, save_initial: str | None = None,
           replay: dict | None = None, sleep_ms: float = 0, poison: dict | None = None,
-          stop: dict | None = None) -> dict:
+          stop: dict | None = None, hang: dict | None = None) -> dict:
     """Run a launch script under the hooks; return what this rank saw.
 
     Args:
@@ -92,6 +92,7 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         sleep_ms: Most milliseconds of a random sleep after every action.
         poison: Plant NaN at ``stage`` and ``microbatch``, ``where`` is forward or backward.
         stop: At ``iteration`` on ``rank``, ``how`` is signal or duration: wish to end training.
+        hang: On ``rank`` stop for good at ``action``; the time of all is up ``seconds`` later.
     """
     import torch
 
@@ -103,6 +104,10 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
 
     def observe(engine, action):
         seen["actions"].append(str(action))
+        if hang and str(action) == hang["action"]:
+            watch(hang["seconds"])
+            if RANK == hang["rank"]:
+                time.sleep(3600)
         time.sleep(delays.uniform(0, sleep_ms / 1000))
 
     def probe_train(original, *args, **kwargs):
