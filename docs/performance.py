@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_paci.bench.virtual import VirtualRun, measure  # noqa: E402
+from megatron_paci.schedule import StageSchedule  # noqa: E402
+from megatron_paci.simulate import simulate, utilization  # noqa: E402
 
 STAGES = (2, 4, 8)
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -37,6 +39,27 @@ def planned(stages: int) -> dict[str, VirtualRun]:
                     iterations=20, megatron_args="--clip-grad 1.0",
                 )
     return runs
+
+
+def with_extra_slots(stages: int, latency: float, *, per_link: int, everywhere: int) -> float:
+    """Return the utilization of the worst stage with more microbatches in flight (simulated).
+
+    Args:
+        per_link: More slots for each link between a stage and the last one.
+        everywhere: More slots on every stage alike.
+    """
+    count = 24 * stages + 60
+    passes = simulate(
+        [
+            [list(StageSchedule(
+                s, stages, 1, stages - s + everywhere + per_link * (stages - 1 - s)
+            ).finite(count))]
+            for s in range(stages)
+        ],
+        latency=latency,
+    )
+    since = 8 * stages
+    return min(utilization(passes, s, since=since, until=since + 40) for s in range(stages))
 
 
 def main(folder: Path) -> None:
@@ -66,6 +89,16 @@ def main(folder: Path) -> None:
             print(f"| {n} | {m} | {worst('1f1b')} | {m / (m + n - 1):.3f} | "
                   f"{worst('interleaved')} | {2 * m / (2 * m + n - 1):.3f} | {worst('paci')} | "
                   f"{worst('paci', '1of20')} | {syncs[0]:g}, {syncs[1]:g} |")
+    print()
+    print("| stages | latency | as is | one slot more everywhere | one slot more per link |")
+    print("| --- " * 5 + "|")
+    for n in STAGES:
+        for latency in (0.05, 0.2):
+            cells = [
+                with_extra_slots(n, latency, per_link=link, everywhere=all_stages)
+                for link, all_stages in ((0, 0), (0, 1), (1, 0))
+            ]
+            print(f"| {n} | {latency:.0%} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")
 
 
 if __name__ == "__main__":

@@ -7,57 +7,25 @@ two, a message none; a pass starts as soon as its stage is free and its input is
 from __future__ import annotations
 
 import sys
-from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_paci.schedule import STEP, Action, Kind, StageSchedule  # noqa: E402
+from megatron_paci.schedule import Action, Kind, StageSchedule  # noqa: E402
+from megatron_paci.simulate import simulate  # noqa: E402
 
 STAGES, MICROBATCHES, WINDOWS = 4, 4, 5
-SECONDS = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"]  # by window; safe for most eyes
 
 
-def synchronous(stage: int) -> list[tuple[int, Action]]:
-    """Return 1F1B: a stream that is drained after every window, as (window, action)."""
-    schedule = StageSchedule(stage, STAGES, MICROBATCHES)
-    return [(w, action) for w in range(WINDOWS) for action in schedule.finite(MICROBATCHES)]
+def synchronous(stage: int) -> list[list[Action]]:
+    """Return 1F1B: one stream per window, each drained."""
+    return [list(StageSchedule(stage, STAGES, MICROBATCHES).finite(MICROBATCHES))] * WINDOWS
 
 
-def streaming(stage: int) -> list[tuple[int, Action]]:
+def streaming(stage: int) -> list[list[Action]]:
     """Return PACI: one stream over all windows."""
-    schedule = StageSchedule(stage, STAGES, MICROBATCHES)
-    return [(0, action) for action in schedule.finite(MICROBATCHES * WINDOWS)]
-
-
-def timed(orders: list[list[tuple[int, Action]]]) -> list[tuple[int, float, int, Action]]:
-    """Return (stage, start, window, action) of every pass."""
-    free = [0.0] * STAGES
-    position = [0] * STAGES
-    end: dict[tuple, float] = {}
-    boxes = []
-    for _ in count():
-        moved = False
-        for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                stream, action = order[position[stage]]
-                if action is STEP:
-                    position[stage] += 1
-                    continue
-                source = stage + (1 if action.kind is Kind.BACKWARD else -1)
-                needs = (source, stream, action)
-                if 0 <= source < STAGES and needs not in end:
-                    break
-                start = max(free[stage], end.get(needs, 0.0))
-                # A flush: the next stream starts on a stage after it has stepped.
-                free[stage] = end[stage, stream, action] = start + SECONDS[action.kind]
-                window = stream + action.microbatch // MICROBATCHES
-                boxes.append((stage, start, window, action))
-                position[stage] += 1
-                moved = True
-        if not moved:
-            return boxes
+    return [list(StageSchedule(stage, STAGES, MICROBATCHES).finite(MICROBATCHES * WINDOWS))]
 
 
 def draw(path: Path) -> None:
@@ -72,10 +40,12 @@ def draw(path: Path) -> None:
     figure, axes = plt.subplots(2, 1, figsize=(12.8, 5.2), sharex=True, dpi=100)
     end = 0.0
     for axis, (title, order) in zip(axes, runs):
-        boxes = timed([order(stage) for stage in range(STAGES)])
-        for stage, start, window, action in boxes:
+        passes = simulate([order(stage) for stage in range(STAGES)])
+        for item in passes:
+            stage, start, action = item.stage, item.start, item.action
+            window = item.stream + action.microbatch // MICROBATCHES
             backward = action.kind is Kind.BACKWARD
-            width = SECONDS[action.kind]
+            width = item.end - start
             axis.barh(stage, width, left=start, height=0.86, color=COLOURS[window % 5],
                       alpha=1.0 if backward else 0.55, edgecolor="white", linewidth=1.2)
             axis.text(start + width / 2, stage, str(action.microbatch % MICROBATCHES),
@@ -83,8 +53,8 @@ def draw(path: Path) -> None:
             if backward and action.microbatch % MICROBATCHES == MICROBATCHES - 1:
                 axis.plot(start + width, stage - 0.52, marker="v", color="black", markersize=5,
                           clip_on=False)
-            end = max(end, start + width)
-        last = max(start + SECONDS[action.kind] for _, start, _, action in boxes)
+        last = max(item.end for item in passes)
+        end = max(end, last)
         axis.axvline(last, color="black", linewidth=1, linestyle=":")
         axis.text(last + 0.4, 1.5, f"{last:.0f}", va="center", fontsize=11, weight="bold")
         axis.set_title(title, loc="left", fontsize=12, weight="bold", pad=10)
