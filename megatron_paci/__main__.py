@@ -1,10 +1,14 @@
-"""Command line: ``python -m megatron_paci run [--device cpu] SCRIPT ARGS...``.
+"""Command line: ``python -m megatron_paci run [--device cpu] SCRIPT ARGS...``, or ``bench``.
 
 ``run`` hooks the schedule into Megatron and then runs a launch script as if it had been started by
 itself. It goes where the script would go behind torchrun::
 
     torchrun --nproc-per-node 8 -m megatron_paci run pretrain_gpt.py <the usual flags> \\
         --pipeline-schedule paci --paci-accum 4
+
+``bench`` measures schedules on this machine's CPUs (megatron_paci/bench)::
+
+    python -m megatron_paci bench virtual --stages 4 --microbatches 8 --schedule paci --json FILE
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from megatron_paci.bench.command import add_bench_command
 from megatron_paci.version import __version__
 
 USAGE_ERROR = 2
@@ -41,7 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     run.add_argument("script", metavar="SCRIPT", help="launch script, e.g. pretrain_gpt.py")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    add_bench_command(commands)
+    argv = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(argv)
+    if options.command == "bench":
+        return options.run(options, argv)
     return run_script(options.script, options.arguments, device=options.device)
 
 

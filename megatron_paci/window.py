@@ -121,7 +121,8 @@ class MegatronWindow:
             self._tied.leave_to_owner()
         norm = math.inf if overflow else float(self._optimizer.get_grad_norm())
         finite = math.isfinite(norm * norm)
-        self._skip = not finite or (later is not None and later.skipped > 0)
+        skipped_later = later is not None and later.skipped > 0
+        self._skip = not finite or skipped_later
         counts_zeros = finite and self._optimizer.config.log_num_zeros_in_grad
         own = Report(
             window=window,
@@ -135,7 +136,9 @@ class MegatronWindow:
         report = self.ledger.close(own, later, norm)
         self._exit_request.hear_wishes(report.requests)
         if self._skip:
-            self._note_skip(window, norm)
+            self.skipped += 1
+            if not skipped_later:  # else the later stage has said so already
+                self._report_not_finite(window, norm)
         return report
 
     def step(self) -> None:
@@ -207,18 +210,13 @@ class MegatronWindow:
             self._no_sync.__exit__(None, None, None)
             self._no_sync = None
 
-    def _note_skip(self, window: int, norm: float) -> None:
-        self.skipped += 1
-        message = f"stage {self._stage}, window {window}: " + (
-            f"the norm of the gradient is {norm}"
-            if not math.isfinite(norm * norm)
-            else "a later stage has a gradient that is not finite"
-        )
+    def _report_not_finite(self, window: int, norm: float) -> None:
+        message = f"stage {self._stage}, window {window}: the norm of the gradient is {norm}"
         if self._abort_on_nonfinite:
             raise NonFiniteGradient(
                 f"{message}; --paci-nonfinite abort ends training, skip would leave out this update"
             )
-        logger.warning("%s, the update is left out", message)
+        logger.warning("%s, the update is left out, on all earlier stages too", message)
 
     def _note_partial(self, earlier: Report) -> None:
         """An overflow that began in an earlier stage's backward, after this stage had stepped."""

@@ -1,0 +1,102 @@
+"""One rank of a benchmark: trains each run of a list, one after another, under virtual time.
+
+Started by ``ranks.run_ranks`` as ``python -m megatron_paci.bench.rank FOLDER``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it is gone: its end of our stdin closes then."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(70)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def measure(run: dict[str, Any]) -> dict[str, Any]:
+    """Train one run and return its ``VirtualTime.result`` on this rank.
+
+    Args:
+        run: What ``virtual.VirtualRun.for_ranks`` has made.
+    """
+    import megatron_paci
+    from megatron_paci.bench.costs import Costs, time
+    from megatron_paci.bench.virtual_time import VirtualTime
+    from megatron_paci.compatibility import ConfigurationError
+
+    os.environ["MASTER_PORT"] = str(run["port"])
+    arguments = run["arguments"]
+    sys.argv = [run["script"], *arguments, *cpu_flags(arguments)]
+    measurement = VirtualTime(
+        costs=Costs.parse(num_stages=run["num_stages"], **run["costs"]),
+        latency=time(run["latency"]),
+    )
+    # The plugin is there under every schedule: with another one than PACI it only passes through.
+    megatron_paci.install()
+    try:
+        measurement.install()
+        try:
+            try:
+                runpy.run_path(run["script"], run_name="__main__")
+            except SystemExit as end:  # Megatron also leaves training by this, with status 0
+                if end.code:
+                    raise
+            except ConfigurationError as error:
+                sys.exit(str(error))
+            return measurement.result(warmup=run["warmup"], iterations=run["iterations"])
+        finally:
+            measurement.uninstall()
+    finally:
+        megatron_paci.uninstall()
+
+
+def tear_down() -> None:
+    """Forget Megatron's global state, so that the next run starts as a process would."""
+    import torch
+    from megatron.training import training
+
+    torch.distributed.barrier()
+    training.destroy_global_state()
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Run what ``FOLDER/runs.json`` lists; results go to ``FOLDER/<number>.rank<r>.json``."""
+    folder = Path(sys.argv[1])
+    faulthandler.register(signal.SIGUSR1)  # sent when the time is up
+    end_with_parent()
+    os.environ.update(cpu_environment(os.environ))
+    CpuDevice().install()  # for the life of this process
+    for number, run in enumerate(json.loads((folder / "runs.json").read_text())):
+        result = measure(run)
+        tear_down()
+        (folder / f"{number}.rank{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+        else:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # other ranks may wait for this one: end at once, so that all are ended

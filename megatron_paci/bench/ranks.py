@@ -1,0 +1,125 @@
+"""Starts the ranks of a benchmark on this machine, and never leaves one behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+
+
+class RankError(RuntimeError):
+    """A rank failed, or the time was up; the message holds the end of every rank's output."""
+
+
+def run_ranks(
+    num_ranks: int, runs: list[dict[str, Any]], folder: Path, *, seconds: float
+) -> list[list[dict[str, Any]]]:
+    """Do ``runs`` one after another on ``num_ranks`` processes: importing Megatron costs seconds.
+
+    Args:
+        runs: As ``rank.measure`` takes them, without the port.
+        folder: Receives outputs and results.
+        seconds: Limit for all of it.
+
+    Returns:
+        For each run one result per rank.
+
+    Raises:
+        RankError: A rank failed or the time is up. All processes are gone then, as also after any
+            other exception, such as that of Ctrl-C.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stores = meeting_points(len(runs))
+    (folder / "runs.json").write_text(
+        json.dumps([{**run, "port": store.port} for run, store in zip(runs, stores)])
+    )
+    ranks: list[subprocess.Popen] = []
+    try:
+        for rank in range(num_ranks):
+            ranks.append(_start(rank, num_ranks, folder))
+        _wait(ranks, folder, seconds)
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdin.close()
+    return [
+        [json.loads((folder / f"{n}.rank{r}.json").read_text()) for r in range(num_ranks)]
+        for n in range(len(runs))
+    ]
+
+
+def meeting_points(count: int) -> list[Any]:
+    """Return stores at which the ranks of a run meet, one per run, held open by this process.
+
+    A port that was only looked up may be somebody else's by the time its run starts.
+    """
+    import torch.distributed  # here, since the command line has to be quick without it
+
+    return [
+        torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        for _ in range(count)
+    ]
+
+
+def _start(rank: int, num_ranks: int, folder: Path) -> subprocess.Popen:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
+        "OMP_NUM_THREADS": "1",  # ranks share the cores
+        "PYTHONPATH": os.pathsep.join(
+            [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    with _log(folder, rank).open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_paci.bench.rank", str(folder)],
+            env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    late = False
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() not in (None, 0) for process in ranks):
+            time.sleep(1)  # let the others say what they saw of it
+            break
+        if late := time.monotonic() > end:
+            for process in ranks:
+                process.send_signal(signal.SIGUSR1)  # let them say where they are, see rank.py
+            time.sleep(1)
+            break
+        time.sleep(0.05)
+    codes = [process.poll() for process in ranks]
+    if any(code != 0 for code in codes):
+        reason = f"no end after {seconds:g} s" if late else "a rank failed"
+        raise RankError(
+            f"{reason}; exit statuses {codes} (None: had to be killed)\n"
+            + "\n".join(
+                f"--- end of the output of rank {rank}\n{_tail(_log(folder, rank))}"
+                for rank in range(len(ranks))
+            )
+        )
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def _tail(path: Path, lines: int = 30) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

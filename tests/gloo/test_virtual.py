@@ -1,0 +1,232 @@
+"""Virtual time on real training: formulas that hold exactly, and what must not go unseen.
+
+For forward 1, backward 2, step 0, latency 0 a pipeline of N stages is busy, with m microbatches,
+m / (m + N - 1) of the time under 1F1B and m v / (m v + N - 1) with v chunks per stage. Under PACI
+it is always busy, as long as nobody synchronizes it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from megatron_paci.bench.ranks import RankError
+from megatron_paci.bench.virtual import VirtualRun, measure
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A launch script in which a function of the module or class {owner} was changed.
+CHANGED = """
+import runpy
+import torch
+from {module} import {owner} as owner
+
+original = owner.{name}
+
+def leftover(*args, **kwargs):
+    {change}
+
+owner.{name} = leftover
+try:
+    runpy.run_path({script!r}, run_name="__main__")
+finally:
+    owner.{name} = original
+"""
+
+
+def run(stages: int, microbatches: int, schedule: str, **parameters) -> VirtualRun:
+    return VirtualRun(
+        stages=stages, microbatches=microbatches, schedule=schedule,
+        **{"iterations": 2, "warmup": 2} | parameters,
+    )
+
+
+def paci(stages: int, microbatches: int, accum: int, **parameters) -> VirtualRun:
+    return run(stages, microbatches, "paci", accum=accum, warmup=None, **parameters)
+
+
+def changed(path: Path, change: str, module: str, owner: str, name: str) -> str:
+    """Write a launch script in which a function does ``change``; return its path."""
+    script = str(ROOT / "megatron_paci/bench/tiny_gpt.py")
+    path.write_text(
+        CHANGED.format(change=change, module=module, owner=owner, name=name, script=script)
+    )
+    return str(path)
+
+
+def runs(stages: int, folder: Path) -> dict[str, VirtualRun]:
+    """Return what is trained with a number of stages, in one launch."""
+    both = {f"1f1b-m{m}": run(stages, m, "1f1b") for m in (1, 2, 4, 8)}
+    both |= {
+        f"interleaved-m{m}": run(stages, m, "interleaved") for m in (2, 4) if m % stages == 0
+    }
+    both["paci-latency"] = paci(stages, 4, 2, latency="1/2")
+    if stages == 4:
+        return both | {"paci-a4": paci(4, 4, 4), "paci-m2": paci(4, 2, 1)}
+    barrier = "torch.distributed.barrier(); return original(*args, **kwargs)"
+    for name, target in {
+        "in-loop": ("megatron.training", "training", "training_log"),
+        "in-schedule": ("megatron_paci.build", "MegatronStage", "run"),
+    }.items():
+        script = changed(folder / f"{name}.py", barrier, *target)
+        both[name] = paci(2, 4, 4, script=script)
+    return both | {
+        "interleaved-v3": run(2, 2, "interleaved", chunks=3),
+        "uneven": run(2, 1, "1f1b", forward_time="1,2", backward_time="2,4"),
+        "step": run(2, 4, "1f1b", step_time="1/2"),
+        "latency": run(2, 1, "1f1b", latency="1/2"),
+        "tied": run(2, 4, "1f1b", tied_embeddings=True),
+        "paci-a1": paci(2, 4, 1),
+        "paci-a4": paci(2, 4, 4),
+        "paci-tied": paci(2, 4, 2, tied_embeddings=True),
+        "paci-step": paci(2, 4, 2, step_time="1/2"),
+    }
+
+
+def launch(stages: int, folder: Path, seconds: float) -> dict[str, dict]:
+    planned = runs(stages, folder)
+    return dict(zip(planned, measure(list(planned.values()), folder=folder, seconds=seconds)))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(2, tmp_path_factory.mktemp("two"), 400)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return launch(4, tmp_path_factory.mktemp("four"), 400)
+
+
+@pytest.fixture(params=[2, 4])
+def pipeline(request):
+    """The number of stages and the results with that many."""
+    return request.param, request.getfixturevalue({2: "two", 4: "four"}[request.param])
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8])
+def test_1f1b_is_busy_as_the_formula_says(pipeline, m):
+    stages, results = pipeline
+    result = results[f"1f1b-m{m}"]
+    assert result["schedule_utilization"] == [m / (m + stages - 1)] * stages
+    assert result["utilization"] == [m / (m + stages - 1)] * stages
+    assert result["compute"] == [2 * 3 * m] * stages
+
+
+def test_interleaved_is_busy_as_the_formula_says(two, four):
+    for stages, m, v, result in (
+        (2, 2, 2, two["interleaved-m2"]),
+        (2, 4, 2, two["interleaved-m4"]),
+        (2, 2, 3, two["interleaved-v3"]),
+        (4, 4, 2, four["interleaved-m4"]),
+    ):
+        assert result["schedule_utilization"] == [m * v / (m * v + stages - 1)] * stages
+        assert result["utilization"] == [m * v / (m * v + stages - 1)] * stages
+
+
+def test_other_costs_by_hand(two):
+    # One microbatch: forwards of 1 and 2, then backwards of 4 and 2.
+    assert two["uneven"]["utilization"] == [3 / 9, 6 / 9]
+    # The step comes on top of both times, outside of the schedule function.
+    assert two["step"]["utilization"] == [12.5 / 15.5] * 2
+    assert two["step"]["schedule_utilization"] == [12 / 15] * 2
+    # Two messages lie between the first forward and the last backward.
+    assert two["latency"]["utilization"] == [3 / 7] * 2
+
+
+def test_paci_is_always_busy_and_never_reduces_over_stages(two, four):
+    for result in (*(two[f"paci-{name}"] for name in ("a1", "a4", "step", "tied")),
+                   *(four[f"paci-{name}"] for name in ("a4", "m2"))):
+        assert result["call_sites"] == [] and result["cross_stage_collectives"] == 0
+        assert set(result["schedule_utilization"]) == set(result["utilization"]) == {1}
+
+
+def test_paci_waits_for_messages_that_travel_long(pipeline):
+    """A stage gets N microbatches done in the time of a round trip over N - 1 links."""
+    stages, results = pipeline
+    expected = float(Fraction(3 * stages, 3 * stages + stages - 1))  # 2 latencies of 1/2 each
+    assert results["paci-latency"]["schedule_utilization"][0] == pytest.approx(expected)
+
+
+def test_time_is_computing_and_waiting(pipeline):
+    for result in pipeline[1].values():
+        loop = zip(result["elapsed"], result["compute"], result["idle"])
+        alone = [entry.values() for entry in result["schedule"]]
+        for elapsed, compute, idle in (*loop, *alone):
+            assert elapsed == pytest.approx(compute + sum(idle.values()))
+
+
+def planted(result: dict, name: str) -> list[dict]:
+    return [
+        entry for entry in result["call_sites"] if entry["site"].endswith(f"{name}.py:leftover:9")
+    ]
+
+
+def test_a_barrier_left_in_the_loop_is_found_and_costs_utilization(two):
+    result = two["in-loop"]
+    [entry] = planted(result, "in-loop")
+    assert entry["call"] == "barrier" and entry["stages"] == [0, 1] and entry["per_iteration"] == 1
+    assert "megatron/training/training.py:train:" in entry["callers"][0]
+    # The first stage runs one forward ahead, and has to wait as long.
+    assert result["utilization"] == [12 / 13] * 2
+    assert result["schedule_utilization"] == [1, 1]
+    assert not planted(two["paci-a4"], "in-loop")
+
+
+def test_a_barrier_left_in_the_schedule_costs_both_utilizations(two):
+    result = two["in-schedule"]
+    [entry] = planted(result, "in-schedule")
+    assert entry["per_iteration"] == 1
+    assert "forward_backward.py:forward_backward_pipelining_paci:" in entry["callers"][0]
+    assert result["schedule_utilization"] == result["utilization"] == [12 / 13] * 2
+
+
+def test_stock_training_reduces_over_stages_where_it_is_known_to(two):
+    def sites(name):
+        return {entry["site"].rsplit(":", 1)[0] for entry in two[name]["call_sites"]}
+
+    common = {
+        "megatron/core/rerun_state_machine.py:_reduce_any",
+        "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32",
+        "megatron/core/timers.py:start",
+        "megatron/core/timers.py:stop",
+    }
+    assert common <= sites("1f1b-m4")
+    tied = sites("tied") - sites("1f1b-m4")
+    assert tied == {
+        "megatron/core/distributed/finalize_model_grads.py:_allreduce_embedding_grad"
+    }
+
+
+def test_idle_time_has_its_cause(two):
+    for name in ("1f1b-m4", "interleaved-m4"):
+        first, last = two[name]["idle"]
+        assert first["backward_message"] > 0 == first["forward_message"]
+        assert last["forward_message"] > 0 == last["backward_message"]
+        assert first["other_message"] == last["other_message"] == 0
+
+
+def test_a_run_that_cannot_start_shows_why(tmp_path):
+    with pytest.raises(RankError, match="unrecognized arguments: --no-such-flag"):
+        measure([paci(1, 2, 2, megatron_args="--no-such-flag")], folder=tmp_path, seconds=200)
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_paci", "bench", "virtual", "--stages", "1",
+         "--microbatches", "2", "--schedule", "paci", "--accum", "1", "--iterations", "2",
+         "--step-time", "1", "--timeout", "200", "--json", str(path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert record["utilization"] == record["schedule_utilization"] == [1]
+    assert record["compute"] == [2 * (2 * 3 + 2)]  # two iterations of two passes and two steps
+    assert record["cross_stage_collectives"] == 0 and record["call_sites"] == []
+    assert "1.0000" in done.stdout
