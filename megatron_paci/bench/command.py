@@ -48,6 +48,7 @@ def add_bench_command(commands: Any) -> None:
     flag("stages", "N", "pipeline stages, one process each", type=int, required=True)
     flag("microbatches", "M", "microbatches per iteration", type=int, required=True)
     flag("schedule", "{1f1b,interleaved,paci}", "pipeline schedule", required=True)
+    flag("replicas", "D", "data-parallel copies of the pipeline, one process per stage each", type=int)
     flag("accum", "A", "paci: backward passes per optimizer step (default: M)", type=int)
     flag("chunks", "V", "interleaved: model chunks per stage", type=int)
     flag("latency", "X", "virtual time of a message between two stages")
@@ -135,6 +136,7 @@ def versions() -> dict[str, str]:
 def table(run: VirtualRun, result: dict[str, Any]) -> str:
     """Return the result as text: a line per stage, then a line per cross-stage collective."""
     accum = f", accumulation {run.accum or run.microbatches}" if run.schedule == "paci" else ""
+    replicas = f", {run.replicas} replicas" if run.replicas > 1 else ""
     chunks = f", {run.chunks} chunks" if run.schedule == "interleaved" else ""
     causes = ("forward_message", "backward_message", "other_message", "collective")
     names = [cause.replace("_", " ") for cause in causes]
@@ -150,7 +152,7 @@ def table(run: VirtualRun, result: dict[str, Any]) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        f"{run.schedule}: {run.stages} stages, {run.microbatches} microbatches{accum}{chunks}; "
+        f"{run.schedule}: {run.stages} stages{replicas}, {run.microbatches} microbatches{accum}{chunks}; "
         "idle time per iteration by cause",
         *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows),
         "cross-stage collectives per steady-state iteration: "

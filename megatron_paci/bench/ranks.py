@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,25 @@ class RankError(RuntimeError):
     """A rank failed, or the time was up; the message holds the end of every rank's output."""
 
 
+RANK_PROGRAM = ("-m", "megatron_paci.bench.rank")
+
+
 def run_ranks(
-    num_ranks: int, runs: list[dict[str, Any]], folder: Path, *, seconds: float
+    num_ranks: int,
+    runs: list[dict[str, Any]],
+    folder: Path,
+    *,
+    seconds: float,
+    program: Sequence[str] = RANK_PROGRAM,
 ) -> list[list[dict[str, Any]]]:
     """Do ``runs`` one after another on ``num_ranks`` processes: importing Megatron costs seconds.
 
     Args:
-        runs: As ``rank.measure`` takes them, without the port.
+        runs: As ``program`` takes them, without the port.
         folder: Receives outputs and results.
         seconds: Limit for all of it.
+        program: Arguments of the interpreter, ``folder`` comes last. It reads ``runs.json`` there
+            and writes ``<number of the run>.rank<r>.json``.
 
     Returns:
         For each run one result per rank.
@@ -44,7 +55,7 @@ def run_ranks(
     ranks: list[subprocess.Popen] = []
     try:
         for rank in range(num_ranks):
-            ranks.append(_start(rank, num_ranks, folder))
+            ranks.append(_start(rank, num_ranks, folder, program))
         _wait(ranks, folder, seconds)
     finally:
         for process in ranks:
@@ -71,7 +82,9 @@ def meeting_points(count: int) -> list[Any]:
     ]
 
 
-def _start(rank: int, num_ranks: int, folder: Path) -> subprocess.Popen:
+def _start(
+    rank: int, num_ranks: int, folder: Path, program: Sequence[str]
+) -> subprocess.Popen:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -86,7 +99,7 @@ def _start(rank: int, num_ranks: int, folder: Path) -> subprocess.Popen:
     }
     with _log(folder, rank).open("w") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "megatron_paci.bench.rank", str(folder)],
+            [sys.executable, *program, str(folder)],
             env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )

@@ -64,20 +64,23 @@ def _times(timeline: Timeline) -> dict[str, Any]:
 def job_result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Put the results of all ranks together, one entry of each list per stage.
 
-    A job has one rank per stage here. The number of collectives is that of the rank with most of
-    them; idle times at a call site are listed by stage.
+    Of several replicas of a stage the one that was least busy counts. The number of collectives is
+    that of the rank with most of them; idle times at a call site are listed by stage.
     """
-    ranks = sorted(ranks, key=lambda rank: rank["stage"])
+    stages: dict[int, dict[str, Any]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank["utilization"], reverse=True):
+        stages[rank["stage"]] = rank
     sites: dict[tuple, dict[str, Any]] = {}
     for rank in ranks:
         for entry in rank["call_sites"]:
             key = (entry["call"], tuple(entry["stages"]), entry["site"], tuple(entry["callers"]))
-            merged = sites.setdefault(key, {**entry, "idle": [0.0] * len(ranks)})
+            merged = sites.setdefault(key, {**entry, "idle": [0.0] * len(stages)})
             merged["per_iteration"] = max(merged["per_iteration"], entry["per_iteration"])
-            merged["idle"][rank["stage"]] = entry["idle"]
+            idle = merged["idle"]
+            idle[rank["stage"]] = max(idle[rank["stage"]], entry["idle"])
     per_stage = ("utilization", "schedule_utilization", "elapsed", "compute", "idle", "schedule")
     return {
-        **{name: [rank[name] for rank in ranks] for name in per_stage},
+        **{name: [stages[s][name] for s in sorted(stages)] for name in per_stage},
         "cross_stage_collectives": max(rank["cross_stage_collectives"] for rank in ranks),
         "call_sites": list(sites.values()),
     }

@@ -33,6 +33,8 @@ class VirtualRun:
     microbatches: int
     """Per iteration."""
     schedule: str
+    replicas: int = 1
+    """Data-parallel copies of the pipeline."""
     accum: int | None = None
     """PACI: backward passes per optimizer step; None for all microbatches of an iteration."""
     chunks: int = 2
@@ -65,6 +67,7 @@ class VirtualRun:
         """Return what is wrong with the parameters, each with its remedy; none if they can run."""
         rules = [
             (self.stages < 1, f"--stages {self.stages}: give 1 or more"),
+            (self.replicas < 1, f"--replicas {self.replicas}: give 1 or more"),
             (self.microbatches < 1, f"--microbatches {self.microbatches}: give 1 or more"),
             (
                 self.schedule not in SCHEDULES,
@@ -129,7 +132,7 @@ class VirtualRun:
         flags = TINY_FLAGS.split() + [
             "--num-layers", str(self.stages * chunks),
             "--pipeline-model-parallel-size", str(self.stages),
-            "--global-batch-size", str(self.microbatches),
+            "--global-batch-size", str(self.microbatches * self.replicas),
             "--train-iters", str(self.warmup_iterations + self.iterations + LAST_ITERATIONS),
             "--pipeline-schedule", self.schedule,
             "--tensorboard-dir", str(folder / "tensorboard"),
@@ -162,7 +165,7 @@ class VirtualRun:
 def measure(
     runs: Sequence[VirtualRun], *, folder: Path | None = None, seconds: float = 600
 ) -> list[dict[str, Any]]:
-    """Train ``runs``, all with the same number of stages, on as many local CPU processes.
+    """Train ``runs``, all with the same number of stages and replicas, on local CPU processes.
 
     Args:
         folder: Receives the outputs of the ranks; None for a temporary one.
@@ -176,13 +179,14 @@ def measure(
         ranks.RankError: A rank failed or the time is up. No process is left.
     """
     problems = [problem for run in runs for problem in run.problems()]
-    if len({run.stages for run in runs}) > 1:
-        problems.append("runs measured together need the same number of stages")
+    if len({(run.stages, run.replicas) for run in runs}) > 1:
+        problems.append("runs measured together need the same number of stages and replicas")
     if problems:
         raise ValueError("\n".join(problems))
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="megatron_paci-") as temporary:
             return measure(runs, folder=Path(temporary), seconds=seconds)
     plain = [run.for_ranks(folder / str(number)) for number, run in enumerate(runs)]
-    results = run_ranks(runs[0].stages, plain, folder, seconds=seconds)
+    num_ranks = runs[0].stages * runs[0].replicas
+    results = run_ranks(num_ranks, plain, folder, seconds=seconds)
     return [job_result(ranks) for ranks in results]

@@ -47,8 +47,17 @@ def four(tmp_path_factory):
     return dict(zip(runs, found))
 
 
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """Two stages in two replicas each."""
+    runs = {"m4": run(2, 4, replicas=2), "m4a2": run(2, 4, replicas=2, accum=2)}
+    found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("copies"), seconds=400)
+    return dict(zip(runs, found))
+
+
 ALL = [("two", name) for name in ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16")]
 ALL += [("four", name) for name in ("m2", "m4", "m8a2")]
+ALL += [("copies", name) for name in ("m4", "m4a2")]
 
 
 @pytest.mark.parametrize("stages, name", ALL)

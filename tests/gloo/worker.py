@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags
+from megatron_paci.bench.rank import end_with_parent, tear_down  # noqa: E402
+from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = int(os.environ["RANK"])
@@ -33,9 +34,9 @@ def watch(seconds: float) -> None:
         from megatron_paci.build import installed_stage
 
         stage = installed_stage()
+        faulthandler.dump_traceback(file=sys.stdout, all_threads=True)
         print(f"rank {RANK}: no end after {seconds} s;",
               stage.engine.describe() if stage else "no PACI stage is installed", flush=True)
-        faulthandler.dump_traceback(file=sys.stdout, all_threads=True)
         os._exit(70)
 
     timer = threading.Timer(seconds, expire)
@@ -203,16 +204,6 @@ def wish_to_end(how: str) -> None:
         training._TRAIN_START_TIME -= 3600
 
 
-def tear_down() -> None:
-    """Forget Megatron's global state, so that the next scenario starts as a process would."""
-    import torch
-    from megatron.training import training
-
-    torch.distributed.barrier()
-    training.destroy_global_state()
-    torch.distributed.destroy_process_group()
-
-
 def run_scenario(scenario: dict) -> dict:
     """Run one scenario: with ``plugin`` false without any hook."""
     import megatron_paci
@@ -245,13 +236,16 @@ def megatron_wheel_helpers(hooked: bool):
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    watch(float(os.environ["PACI_TEST_SECONDS"]))
+    scenarios = json.loads((folder / "runs.json").read_text())
+    watch(scenarios[0]["seconds"])
+    end_with_parent()
     os.environ.update(cpu_environment(os.environ))
     CpuDevice().install()  # for the life of this process
-    for name, scenario in json.loads((folder / "scenarios.json").read_text()).items():
-        print(f"=== {name}", flush=True)
+    for number, scenario in enumerate(scenarios):
+        del scenario["seconds"]
+        print(f"=== {scenario.pop('name')}", flush=True)
         result = run_scenario(scenario)
-        (folder / f"{name}.rank{RANK}.json").write_text(json.dumps(result))
+        (folder / f"{number}.rank{RANK}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -14,58 +14,52 @@ import pytest
 
 from megatron_paci.bench import ranks
 
-GOOD = "import json, sys; json.dump({}, open(sys.argv[1] + '/0.rank' + sys.argv[2] + '.json', 'w'))"
+GOOD = "open(sys.argv[1] + '/0.rank' + os.environ['RANK'] + '.json', 'w').write('{}')"
 HANGS = "print('stuck here', flush=True); import time; time.sleep(600)"
-FAILS = "import sys; sys.exit('the reason')"
+FAILS = "sys.exit('the reason')"
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """Let ranks run the programs in the list that this returns; and the processes started."""
-    programs: list[str] = []
+def run(monkeypatch):
+    """Return a function that runs two ranks, each with a program of its own."""
     processes: list[subprocess.Popen] = []
+    start = ranks._start
 
-    def start(rank, num_ranks, folder):
-        with ranks._log(folder, rank).open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", programs[rank], str(folder), str(rank)],
-                    stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                )
-            )
+    def started(*args):
+        processes.append(start(*args))
         return processes[-1]
 
-    monkeypatch.setattr(ranks, "_start", start)
-    yield programs, processes
+    def run_programs(first, second, folder, runs=({},), *, seconds=60):
+        code = f"import os, sys; exec({[first, second]}[int(os.environ['RANK'])])"
+        return ranks.run_ranks(2, list(runs), folder, seconds=seconds, program=["-c", code])
+
+    monkeypatch.setattr(ranks, "_start", started)
+    yield run_programs
     assert len(processes) == 2 and all(process.returncode is not None for process in processes)
 
 
-def test_results_are_returned_in_rank_order(started, tmp_path):
-    started[0].extend([GOOD, GOOD])
-    assert ranks.run_ranks(2, [{"script": "x"}], tmp_path, seconds=60) == [[{}, {}]]
-    [run] = json.loads((tmp_path / "runs.json").read_text())
-    assert run["script"] == "x" and run["port"] > 0
+def test_results_are_returned_in_rank_order(run, tmp_path):
+    assert run(GOOD, GOOD, tmp_path, [{"script": "x"}]) == [[{}, {}]]
+    [planned] = json.loads((tmp_path / "runs.json").read_text())
+    assert planned["script"] == "x" and planned["port"] > 0
 
 
-def test_a_failure_ends_the_others_and_shows_all_outputs(started, tmp_path):
-    started[0].extend([HANGS, FAILS])
+def test_a_failure_ends_the_others_and_shows_all_outputs(run, tmp_path):
     with pytest.raises(ranks.RankError, match="a rank failed") as error:
-        ranks.run_ranks(2, [{}], tmp_path, seconds=60)
+        run(HANGS, FAILS, tmp_path)
     assert "stuck here" in str(error.value) and "\nthe reason" in str(error.value)
 
 
-def test_the_time_limit_ends_all(started, tmp_path):
-    started[0].extend([GOOD, HANGS])
+def test_the_time_limit_ends_all(run, tmp_path):
     with pytest.raises(ranks.RankError, match="no end after 1 s"):
-        ranks.run_ranks(2, [{}], tmp_path, seconds=1)
+        run(GOOD, HANGS, tmp_path, seconds=1)
 
 
-def test_an_interrupt_ends_all(started, tmp_path):
-    started[0].extend([HANGS, HANGS])
-    interrupt = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+def test_an_interrupt_ends_all(run, tmp_path):
+    interrupt = threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        ranks.run_ranks(2, [{}], tmp_path, seconds=60)
+        run(HANGS, HANGS, tmp_path)
     interrupt.join()
 
 
