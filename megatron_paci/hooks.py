@@ -58,7 +58,8 @@ def _train(original, *args, **kwargs):
     arguments = get_args()
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     model, optimizer = call["model"], call["optimizer"]
-    if arguments.paci_record:
+    _recorder = None
+    if getattr(arguments, "paci_record", None):
         _recorder = Recorder(arguments.paci_record, model[0], optimizer)
     stage = None
     if selected_schedule(arguments) == "paci":
