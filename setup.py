@@ -33,7 +33,7 @@ setup(
     # as tested together, are in requirements.lock.
     install_requires=[
         "megatron-core[training]==0.19.2",
-        "torch>=2.6",
+        "torch>=2.12",
         "sentencepiece>=0.2",
         "numpy>=1.26",
         "matplotlib>=3.8",

@@ -70,8 +70,7 @@ def training_flags(*, iterations, corpus):
         "lr-warmup-iters": max(1, iterations // 20),
         "weight-decay": 0.1,
         "adam-beta2": 0.95,
-        # PACI clips by the gradient norm of each stage, 1F1B by that of the whole model. Off, both
-        # do the same.
+        # Under PACI a stage knows part of the norm from older windows only. Off, both do the same.
         "clip-grad": 0,
         "seed": SEED,
         "tokenizer-type": "SentencePieceTokenizer",

@@ -80,9 +80,10 @@ class MegatronStage:
                 self._groups,
                 self.config,
                 num_stages=schedule.num_stages,
-                accumulation=accumulation,
                 is_owner=is_first,
             )
+            if not is_first:
+                self._tied.drop_state(optimizer)
         self.exit_request = ExitRequest(
             is_first=is_first, local=exit_wishes, agree=self._join_over_replicas
         )
@@ -99,8 +100,8 @@ class MegatronStage:
             scheduler,
             self.config,
             stage_local_collection(self._collection, self._groups.alone),
+            pipeline,
             stage=schedule.stage,
-            accumulation=accumulation,
             ledger=Ledger(clip=clip, is_first=is_first),
             exit_request=self.exit_request,
             take_num_tokens=self.compute.take_num_tokens,
@@ -162,16 +163,13 @@ class MegatronStage:
             tp_group=self._collection.tp,
             cp_group=self._collection.cp,
         )[0]
-        self.compute.bind(forward_step_func, data_iterator, self.window.accumulation)
+        self.compute.bind(forward_step_func, data_iterator, self.engine.schedule.accumulation)
         self.engine.run(num_microbatches)
         return self.compute.forward_data
 
     def set_accumulation(self, accumulation: int) -> None:
         """Change the window length, after a drain; without effect if it is the same."""
         self.engine.set_accumulation(accumulation)
-        self.window.accumulation = accumulation
-        if self._tied is not None:
-            self._tied.accumulation = accumulation
 
     def drain(self) -> None:
         """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""

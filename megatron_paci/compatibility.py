@@ -265,11 +265,37 @@ PACI_RULES = (
         "drop --save-*-interval other than --save-interval",
     ),
     Rule(
-        "overlapped pipeline communication",
-        _is_set("overlap_moe_expert_parallel_comm", "qk_clip", "log_max_attention_logit"),
-        "--overlap-moe-expert-parallel-comm, --qk-clip and --log-max-attention-logit are tied to "
-        "Megatron's own schedules",
+        "features of Megatron's own schedules",
+        _is_set("overlap_moe_expert_parallel_comm", "qk_clip", "log_max_attention_logit",
+                "defer_embedding_wgrad_compute", "fine_grained_activation_offloading",
+                "dsa_indexer_loss_coeff", "vision_pretraining"),
+        "--overlap-moe-expert-parallel-comm, --qk-clip, --log-max-attention-logit, "
+        "--defer-embedding-wgrad-compute, --fine-grained-activation-offloading, "
+        "--dsa-indexer-loss-coeff and --vision-pretraining are tied to Megatron's own schedules "
+        "and training step",
         "drop them",
+    ),
+    Rule(
+        "time-out after the first iteration",
+        _is_set("distributed_timeout_seconds_after_init"),
+        "--distributed-timeout-seconds-after-init: synchronizes all ranks within the stream, after "
+        "an iteration that stages may count differently",
+        "set --distributed-timeout-minutes",
+    ),
+    Rule(
+        "spiky-loss check",
+        _is_set("check_for_spiky_loss"),
+        "--check-for-spiky-loss: belongs to the rerun state machine, which PACI turns off",
+        "drop it",
+    ),
+    Rule(
+        "checkpoint format torch with tied embeddings",
+        lambda args: getattr(args, "ckpt_format", "torch_dist") == "torch"
+        and not args.untie_embeddings_and_output_weights
+        and args.pipeline_model_parallel_size > 1,
+        "--ckpt-format torch with tied embeddings: stores every rank's optimizer state, and the "
+        "last stage has none for its copy",
+        "take --ckpt-format torch_dist, or add --untie-embeddings-and-output-weights",
     ),
 )
 

@@ -71,6 +71,9 @@ class Channel(Protocol):
 class Window(Protocol):
     """The weight update of a stage."""
 
+    def begin_stream(self, schedule: StageSchedule) -> None:
+        """Take the schedule of the stream that begins; no window is open."""
+
     def prepare(self, last: bool) -> None:
         """Called before every backward; ``last`` if it completes the window."""
 
@@ -152,6 +155,7 @@ class Engine:
         self._stream_forwards = 0
         self._stream_version = self.version
         self.channel.begin_stream(schedule)
+        self.window.begin_stream(schedule)
 
     def set_accumulation(self, accumulation: int) -> None:
         """Change the window length, after a drain; without effect if it is the same."""

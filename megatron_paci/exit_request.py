@@ -52,5 +52,10 @@ class ExitRequest:
     def announce(self) -> int:
         """Return the decision, to be sent downstream; on the first stage take it."""
         if self._is_first:
-            self.decision |= self._agree(self._wishes | self._local())
+            self.hear_wishes(self._local())
+            self.decide()
         return self.decision
+
+    def decide(self) -> None:
+        """Make the wishes heard so far the decision; at a drain every stage does, from the same."""
+        self.decision |= self._agree(self._wishes)

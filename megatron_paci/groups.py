@@ -6,7 +6,6 @@ inside the training loop.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -80,19 +79,23 @@ def create_stage_groups(
 def _new_group(
     ranks: list[int], description: str, timeout: timedelta | None
 ) -> torch.distributed.ProcessGroup:
-    """Create a group, the sender first.
+    """Create a group whose ranks follow the given order, the sender first.
 
     Megatron's P2PCommunicator sends the messages of a two-rank group over that group only if the
-    sender is its rank 0, and over the world group otherwise. Group ranks follow the given order
-    where PyTorch can do so (``sort_ranks``, 2.12); before, backward messages take the world group,
-    which carries the same data but shares a communicator.
+    sender is its rank 0, and over the world group, which carries other messages too, otherwise.
+
+    Raises:
+        RuntimeError: This PyTorch sorts the ranks.
     """
-    keep_order = {}
-    if "sort_ranks" in inspect.signature(torch.distributed.new_group).parameters:
-        keep_order = {"sort_ranks": False}
-    return torch.distributed.new_group(
-        ranks, timeout=timeout, group_desc=description, **keep_order
-    )
+    try:
+        return torch.distributed.new_group(
+            ranks, timeout=timeout, group_desc=description, sort_ranks=False
+        )
+    except TypeError as error:
+        raise RuntimeError(
+            f"PACI needs PyTorch 2.12 or newer, whose process groups can keep the order of their "
+            f"ranks; this is {torch.__version__}"
+        ) from error
 
 
 def destroy_stage_groups(groups: StageGroups) -> None:

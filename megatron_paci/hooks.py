@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import megatron.core
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.global_vars import get_args as global_args
 
@@ -47,9 +48,10 @@ def _add_megatron_arguments(original, parser):
 def _validate_args(original, args, *rest, **kwargs):
     # Every rank imports the data-index helper; Megatron builds it on the first one alone.
     ensure_helpers(build=lambda: None)
-    compatibility.check(args)
-    if selected_schedule(args) == "paci":
-        compatibility.take_over(args)
+    if hasattr(args, "pipeline_schedule"):  # else parsed before the plugin was there
+        compatibility.check(args)
+        if selected_schedule(args) == "paci":
+            compatibility.take_over(args)
     return original(args, *rest, **kwargs)
 
 
@@ -67,7 +69,7 @@ def _train(original, *args, **kwargs):
             model,
             optimizer,
             call["opt_param_scheduler"],
-            accumulation=arguments.paci_accum or 1,
+            accumulation=arguments.paci_accum or get_num_microbatches(),
             clip=arguments.paci_clip,
             nonfinite=arguments.paci_nonfinite,
             exit_wishes=exit_wishes,
@@ -77,6 +79,8 @@ def _train(original, *args, **kwargs):
     try:
         result = original(*args, **kwargs)
         drain()
+        if stage is not None:
+            stage.destroy_groups()
         return result
     except SystemExit:
         # Megatron leaves training by this for --exit-interval and the like, on all ranks at the

@@ -129,10 +129,32 @@ class Ledger:
         up_to_here, _ = self._closed.pop(window)
         return up_to_here
 
-    def forget(self) -> None:
-        """Drop all knowledge, at a drain: a run resumed from there could not have it either."""
+    def outstanding(self) -> list[Report]:
+        """Return this stage's own figures of the windows that no report has come down for."""
+        return [own for own, _ in self._closed.values()]
+
+    def settle(self, outstanding: Sequence[Sequence[Report]]) -> list[Report]:
+        """At a drain take the figures of all stages, and forget the ones kept for clipping.
+
+        A run that is resumed from a checkpoint taken there could not have those.
+
+        Args:
+            outstanding: What ``outstanding`` returned, for each stage; the windows are the same.
+
+        Returns:
+            The totals of windows that were partial updates: skipped elsewhere, not here.
+        """
+        partial = []
+        for (own, _), stages in zip(self._closed.values(), zip(*outstanding, strict=True)):
+            total = stages[0]
+            for other in stages[1:]:
+                total = _add(total, other)
+            self._note_totals(total, math.sqrt(total.sum_of_squares))
+            if total.skipped and not own.skipped:
+                partial.append(total)
         self._closed.clear()
         self.earlier = None
+        return partial
 
     def _note_totals(self, report: Report, grad_norm: float) -> None:
         self.newest = WindowTotals(report.window, grad_norm, report.num_zeros, report.skipped)

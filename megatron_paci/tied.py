@@ -22,7 +22,11 @@ from megatron_paci.groups import StageGroups
 
 
 class TiedEmbedding:
-    """One end of the tied weight."""
+    """One end of the tied weight.
+
+    Attributes:
+        accumulation: Microbatches per window; changed between drains alone.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,6 @@ class TiedEmbedding:
         config: Any,
         *,
         num_stages: int,
-        accumulation: int,
         is_owner: bool,
     ):
         """Set up the links; nothing is posted yet.
@@ -42,17 +45,24 @@ class TiedEmbedding:
             groups: Communicators, created with ``tied=True``.
             config: Megatron's model configuration; copied.
             num_stages: Pipeline size.
-            accumulation: Microbatches per window; may be changed between drains.
             is_owner: True on the first stage, False on the last.
         """
         self._parameter = parameter
         self._is_owner = is_owner
         self._num_stages = num_stages
-        self.accumulation = accumulation
+        self.accumulation = 1
         self._gradients = Link(groups.tied_gradient, config, dtype=parameter.main_grad.dtype)
         self._weights = Link(groups.tied_weight, config, dtype=parameter.dtype)
         self._steps = 0
         self._weights_taken = 0
+
+    def drop_state(self, optimizer: Any) -> None:
+        """Free the copy's optimizer state, which a checkpoint may have brought.
+
+        It would stay behind the other parameters' and Megatron saves one step count for all.
+        """
+        for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+            part.optimizer.state.pop(_updated(self._parameter), None)
 
     def expect_gradient(self) -> None:
         """Before a window's last backward: let the other stage's gradient come in meanwhile."""

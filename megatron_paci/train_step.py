@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def paci_train_step(
     )
     if iteration is not None and iteration + 1 >= args.train_iters:
         stage.drain()
+    if args.empty_unused_memory_level >= 1:
+        torch.cuda.empty_cache()
     window, totals = stage.window, stage.window.ledger.newest
     return (
         average_losses(losses, stage.data_parallel_group) if stage.is_last_stage else {},
@@ -61,7 +64,7 @@ def paci_train_step(
         False,
         False,
         0,
-        totals and totals.grad_norm,
+        totals.grad_norm if totals and math.isfinite(totals.grad_norm) else None,
         totals and totals.num_zeros if args.log_num_zeros_in_grad else None,
         0,
     )

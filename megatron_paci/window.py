@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_paci.exit_request import ExitRequest
 from megatron_paci.report import Ledger, Report
+from megatron_paci.schedule import StageSchedule
 from megatron_paci.tied import TiedEmbedding
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ class MegatronWindow:
         scheduler: Any,
         config: Any,
         pg_collection: ProcessGroupCollection,
+        pipeline: torch.distributed.ProcessGroup,
         *,
         stage: int,
-        accumulation: int,
         ledger: Ledger,
         exit_request: ExitRequest,
         take_num_tokens: Callable[[], int],
@@ -62,8 +63,8 @@ class MegatronWindow:
         Args:
             scheduler: Megatron's ``OptimizerParamScheduler`` or None.
             pg_collection: Groups of this rank that hold no rank of another stage.
+            pipeline: The stages of this rank's pipeline, used at drains alone.
             stage: Index of this stage, for messages.
-            accumulation: Microbatches per window.
             take_num_tokens: Returns the loss tokens forwarded since it was called last; asked on
                 the last stage only.
             tied: The tied word embedding, None if this stage holds no copy of one.
@@ -75,6 +76,7 @@ class MegatronWindow:
         self._scheduler = scheduler
         self._config = config
         self._pg_collection = pg_collection
+        self._pipeline = pipeline
         self._stage = stage
         self._exit_request = exit_request
         self._take_num_tokens = take_num_tokens
@@ -84,11 +86,17 @@ class MegatronWindow:
         self._no_sync: AbstractContextManager | None = None
         self._open = False
         self._skip = False
-        self.accumulation = accumulation
+        self._accumulation = 1
         self.ledger = ledger
         self.samples_per_microbatch = 1
         self.skipped = 0
         self.partial = 0
+
+    def begin_stream(self, schedule: StageSchedule) -> None:
+        """Take the window length of the stream that begins."""
+        self._accumulation = schedule.accumulation
+        if self._tied is not None:
+            self._tied.accumulation = schedule.accumulation
 
     def prepare(self, last: bool) -> None:
         """Ready the gradient buffers for a backward; only the window's last one starts reductions."""
@@ -151,7 +159,7 @@ class MegatronWindow:
                 self._optimizer.step_with_ready_grads()
         # By samples consumed, not by steps that succeeded: else stages would part.
         if self._scheduler is not None:
-            self._scheduler.step(increment=self.accumulation * self.samples_per_microbatch)
+            self._scheduler.step(increment=self._accumulation * self.samples_per_microbatch)
         if self._tied is not None:
             self._tied.stepped()
         self._open = False
@@ -170,10 +178,41 @@ class MegatronWindow:
         return replace(self.ledger.tell(window), requests=self._exit_request.announce())
 
     def settle(self) -> None:
-        """Bring all copies of the tied weight to the same version and forget the reports."""
+        """At a drain tell each other what reports had no time to carry.
+
+        All stages are at the same point then, so this is the place for a collective: windows that
+        some stage has skipped, wishes to end training, and the fp16 scale for the checkpoint.
+        """
         if self._tied is not None:
             self._tied.settle()
-        self.ledger.forget()
+        own = {
+            "reports": self.ledger.outstanding(),
+            "requests": self._exit_request.wishes(),
+        }
+        stages: list[Any] = [None] * self._pipeline.size()
+        torch.distributed.all_gather_object(stages, own, group=self._pipeline)
+        for partial in self.ledger.settle([stage["reports"] for stage in stages]):
+            self._note_partial(partial)
+        for stage in stages:
+            self._exit_request.hear_wishes(stage["requests"])
+        self._exit_request.decide()
+        self._share_scalers()
+
+    def _share_scalers(self) -> None:
+        """Give all stages the last one's loss scale, whichever of them a checkpoint takes it from."""
+        scalers = list(self._scalers())
+        if not scalers:
+            return
+        states: list[Any] = [None] * self._pipeline.size()
+        own = [scaler.state_dict() for scaler in scalers]
+        torch.distributed.all_gather_object(states, own, group=self._pipeline)
+        for scaler, state in zip(scalers, states[-1]):
+            scaler.load_state_dict(state)
+
+    def _scalers(self) -> Iterator[Any]:
+        for part in self._parts:
+            if getattr(part, "grad_scaler", None):
+                yield part.grad_scaler
 
     def _clip(self) -> None:
         max_norm = self._optimizer.config.clip_grad
@@ -197,12 +236,11 @@ class MegatronWindow:
         That stage may have adapted its scale to other windows by the time a gradient comes here.
         """
         scale = 1.0 if later is None else later.loss_scale
-        for part in self._parts:
-            if scaler := getattr(part, "grad_scaler", None):
-                if later is None:
-                    scale = scaler.scale.item()
-                else:
-                    scaler.scale.fill_(scale)
+        for scaler in self._scalers():
+            if later is None:
+                scale = scaler.scale.item()
+            else:
+                scaler.scale.fill_(scale)
         return scale
 
     def _allow_reduction(self) -> None:
@@ -216,17 +254,16 @@ class MegatronWindow:
             raise NonFiniteGradient(
                 f"{message}; --paci-nonfinite abort ends training, skip would leave out this update"
             )
-        logger.warning("%s, the update is left out, on all earlier stages too", message)
+        logger.warning("%s, the update is left out, on earlier stages too", message)
 
-    def _note_partial(self, earlier: Report) -> None:
+    def _note_partial(self, report: Report) -> None:
         """An overflow that began in an earlier stage's backward, after this stage had stepped."""
         self.partial += 1
-        for part in self._parts:
-            if scaler := getattr(part, "grad_scaler", None):
-                scaler.update(True)
+        for scaler in self._scalers():
+            scaler.update(True)
         logger.warning(
             "stage %d, window %d: partial update, %d earlier stages have left it out",
-            self._stage, earlier.window, earlier.skipped,
+            self._stage, report.window, report.skipped,
         )
 
 

@@ -55,8 +55,16 @@ def copies(tmp_path_factory):
     return dict(zip(runs, found))
 
 
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    runs = {"m1": run(8, 1), "m8": run(8, 8)}
+    found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("eight"), seconds=600)
+    return dict(zip(runs, found))
+
+
 ALL = [("two", name) for name in ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16")]
 ALL += [("four", name) for name in ("m2", "m4", "m8a2")]
+ALL += [("eight", name) for name in ("m1", "m8")]
 ALL += [("copies", name) for name in ("m4", "m4a2")]
 
 

@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from tests.gloo.launch import TINY_GPT, flags, launch
+from tests.gloo.launch import TINY_GPT, RankError, flags, launch
 
 TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
 EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
@@ -56,6 +56,18 @@ def streams(num_stages: int, folder) -> dict[str, dict]:
     return scenarios
 
 
+def poisoned(num_stages: int) -> dict[str, dict]:
+    """NaN in each pass of each stage; what the last stage's forward returns is the loss."""
+    return {
+        f"poisoned-{where}-{stage}": {
+            "arguments": flags(num_stages, "--pipeline-schedule paci --paci-accum 4", TIED),
+            "poison": {"stage": stage, "microbatch": 10, "where": where},
+        }
+        for stage in range(num_stages)
+        for where in ("forward", "backward")
+    }
+
+
 @pytest.fixture(scope="module")
 def two(folder):
     scenarios = streams(2, folder)
@@ -63,31 +75,36 @@ def two(folder):
         command = flags(2, f"{EVERY} {extra}", base)
         scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
         scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
-    for stage in range(2):
-        for where in ("forward", "backward"):
-            scenarios[f"poisoned-{where}-{stage}"] = {
-                "arguments": flags(2, "--pipeline-schedule paci --paci-accum 4", TIED),
-                "poison": {"stage": stage, "microbatch": 10, "where": where},
-            }
+    scenarios |= poisoned(2)
     scenarios["overflow"] = {
         "arguments": flags(2, "--pipeline-schedule paci --paci-accum 4 --fp16 "
                               "--initial-loss-scale 8388608 --hysteresis 1")
     }
-    scenarios["resumed"] = {
-        "arguments": flags(2, f"--pipeline-schedule paci --paci-accum 4 --save {folder}/saved "
-                              "--save-interval 100 --exit-interval 2", TIED),
-        "poison": {"stage": 0, "microbatch": 10, "where": "backward"},
+    scenarios["overflow-drained"] = {
+        "arguments": flags(2, "--eval-interval 1 --eval-iters 1 --pipeline-schedule paci --fp16 "
+                              "--initial-loss-scale 4096 --hysteresis 1"),
+        "poison": {"stage": 0, "microbatch": 3, "where": "backward"},
     }
-    scenarios["resumed-on"] = {
-        "arguments": flags(2, f"--pipeline-schedule paci --paci-accum 4 --load {folder}/saved",
-                           TIED)
+    # Saved at iteration 2 and gone on; and stopped there, resumed, and saved again.
+    base = f"{TIED} --attention-dropout 0.1 --hidden-dropout 0.1"
+    paci = "--pipeline-schedule paci --paci-accum 4 --save-interval 2"
+    whole, parts = folder / "whole", folder / "parts"
+    for name, extra in (
+        ("whole", f"--save {whole}"), ("first-part", f"--save {parts} --exit-interval 2"),
+        ("second-part", f"--save {parts} --load {parts}"),
+    ):
+        scenarios[name] = {"arguments": flags(2, f"{paci} {extra}", base)}
+    scenarios["saved-often"] = {
+        "arguments": flags(2, f"--pipeline-schedule paci --save {folder / 'often'} --train-iters 9 "
+                              "--save-interval 1 --exit-signal-handler"),
+        "stop": {"iteration": 2, "rank": 1, "how": "signal"},
     }
     return launch(2, scenarios, folder / "two", seconds=300)
 
 
 @pytest.fixture(scope="module")
 def four(folder):
-    scenarios = streams(4, folder)
+    scenarios = streams(4, folder) | poisoned(4)
     command = flags(4, EVERY, TIED)
     scenarios["stock-tied"] = {"arguments": command, "plugin": False}
     scenarios["paci-tied"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
@@ -156,24 +173,44 @@ def test_the_tied_copy_costs_no_memory(two):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_window_with_nan_is_left_out_where_it_can_be_known(two, stage, where):
-    ranks = two[f"poisoned-{where}-{stage}"]
+@pytest.mark.parametrize("num_stages, stage", [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
+def test_a_window_with_nan_is_left_out_where_it_can_be_known(two, four, num_stages, stage, where):
+    ranks = (two if num_stages == 2 else four)[f"poisoned-{where}-{stage}"]
     assert all(rank["finite"] for rank in ranks)
-    assert all(math.isfinite(entry["lm loss"]) for entry in ranks[1]["losses"][2:])
-    if where == "backward" and stage == 0:  # the last stage had stepped already
-        assert [rank["skipped"] for rank in ranks] == [1, 0]
-        assert [rank["partial"] for rank in ranks] == [0, 1]
-    else:
-        assert [rank["skipped"] for rank in ranks] == [1, 1]
-        assert [rank["partial"] for rank in ranks] == [0, 0]
-    assert [rank["statistics"]["updates"] for rank in ranks] == [8, 8]
+    assert all(math.isfinite(entry["lm loss"]) for entry in ranks[-1]["losses"][2:])
+    # After a NaN from a backward the later stages have stepped already.
+    stepped = num_stages - 1 - stage if where == "backward" else 0
+    assert [rank["skipped"] for rank in ranks] == [1] * (num_stages - stepped) + [0] * stepped
+    assert [rank["partial"] for rank in ranks] == [0] * (num_stages - stepped) + [1] * stepped
+    assert {rank["statistics"]["updates"] for rank in ranks} == {8}
 
 
-def test_training_resumes_after_a_skipped_window(two):
-    assert [rank["skipped"] for rank in two["resumed"]] == [1, 0]
-    assert [len(rank["losses"]) for rank in two["resumed-on"]] == [2, 2]
-    assert all(rank["finite"] and rank["skipped"] == 0 for rank in two["resumed-on"])
+def test_8_save_load_go_on_equals_not_stopping(two):
+    """Tied weights, dropout on; the resumed run saves once more."""
+    for whole, part in zip(two["whole"], two["second-part"], strict=True):
+        assert part["losses"] == whole["losses"][2:]
+        assert len(part["losses"]) == ITERATIONS - 2
+        assert (part["weights"], part["optimizer"]) == (whole["weights"], whole["optimizer"])
+
+
+def test_an_overflow_is_known_at_the_next_drain(two):
+    ranks = two["overflow-drained"]
+    assert [rank["skipped"] for rank in ranks] == [1, 0]
+    assert [rank["partial"] for rank in ranks] == [0, 1]
+    assert {rank["loss_scale"] for rank in ranks} == {2048.0}
+
+
+def test_a_signal_is_honoured_though_every_iteration_saves(two):
+    assert {len(rank["losses"]) for rank in two["saved-often"]} <= {4, 5}
+
+
+def test_abort_ends_training_with_the_reason(tmp_path):
+    scenario = {
+        "arguments": flags(2, "--pipeline-schedule paci --paci-nonfinite abort"),
+        "poison": {"stage": 1, "microbatch": 10, "where": "forward"},
+    }
+    with pytest.raises(RankError, match="stage 1, window 1: the norm of the gradient is nan"):
+        launch(2, {"abort": scenario}, tmp_path, seconds=120)
 
 
 def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(two):

@@ -124,6 +124,7 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         seen["optimizer"] = digest(optimizer_tensors(optimizer))
         seen["learning_rate"] = optimizer.param_groups[0]["lr"]
         seen["bytes"] = live_storage_bytes()
+        seen["loss_scale"] = optimizer.get_loss_scale().item()
         seen["finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
         return result
 
@@ -155,6 +156,7 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         )
     )
     path = ROOT / script
+    sys.path.append(str(path.parent))  # what a script imports from beside it
     sys.argv = [str(path), *arguments, *cpu_flags(arguments)]
     probes.install()
     try:

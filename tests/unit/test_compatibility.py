@@ -114,6 +114,10 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--error-injection-rate 5", ["--error-injection-rate"]),
         ("--save-wgrads-interval 5", ["dumps"]),
         ("--qk-clip", ["--qk-clip"]),
+        ("--defer-embedding-wgrad-compute", ["--defer-embedding-wgrad-compute"]),
+        ("--fine-grained-activation-offloading", ["--fine-grained-activation-offloading"]),
+        ("--distributed-timeout-seconds-after-init 60", ["set --distributed-timeout-minutes"]),
+        ("--check-for-spiky-loss", ["rerun state machine"]),
     ],
 )
 def test_what_paci_cannot_do_is_refused_with_reason_and_remedy(parse, flags, words):
@@ -140,6 +144,12 @@ def test_all_that_is_wrong_is_said_at_once(parse):
                         "--num-virtual-stages-per-pipeline-rank 2 --log-params-norm")
     assert len(violations(args)) == 5
     assert_refused(args, ["3", "mixture", "CUDA graphs", "virtual", "--log-params-norm"])
+
+
+def test_the_torch_checkpoint_format_needs_untied_embeddings(parse):
+    check(parse(PACI + "--ckpt-format torch"))
+    tied = PACI.replace("--untie-embeddings-and-output-weights", "--ckpt-format torch")
+    assert_refused(parse(tied), ["take --ckpt-format torch_dist"])
 
 
 def test_a_batch_size_schedule_has_to_fit_at_every_step(parse):

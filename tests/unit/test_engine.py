@@ -30,7 +30,7 @@ class MockStage:
         self.log.append(f"release {output_tensor}")
 
     def begin_stream(self, schedule):
-        self.log.append("begin")
+        self.log.append(f"begin a={schedule.accumulation}")
 
     def expect_forwards(self, count):
         self.expected += count
@@ -115,14 +115,14 @@ def test_passes_get_what_belongs_to_their_microbatch():
     engine, mock, _ = build(stage=0, num_stages=2, accumulation=2)
     engine.run(2)
     assert mock.log == [
-        "begin", "forward 0 in0", "send out0", "release out0",
+        "begin a=2", "begin a=2", "forward 0 in0", "send out0", "release out0",
         "forward 1 in1", "send out1", "release out1",
         "prepare more", "backward in0 out0 grad0", "return grad-of-in0",
     ]
     engine.drain()
-    assert mock.log[10:] == [
+    assert mock.log[11:] == [
         "prepare last", "backward in1 out1 grad1", "return grad-of-in1",
-        "close 0 later", "return report0", "step", "settle", "finish", "begin",
+        "close 0 later", "return report0", "step", "settle", "finish", "begin a=2", "begin a=2",
     ]
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_would_end_inside_a_window_is_refused_before_anything_moves()
     engine, mock, _ = build(accumulation=4)
     with pytest.raises(ValueError, match="6 microbatches are not a multiple"):
         engine.run(6)
-    assert mock.log == ["begin"] and not mock.expected
+    assert mock.log == ["begin a=4"] * 2 and not mock.expected
 
 
 def test_an_error_says_where_in_the_schedule_it_happened():

@@ -78,14 +78,31 @@ def test_what_is_not_finite_is_not_taken_for_a_norm():
     assert stages[2].newest.skipped == 2
 
 
-def test_a_drain_forgets():
+def drain(stages):
+    outstanding = [ledger.outstanding() for ledger in stages]
+    return [ledger.settle(outstanding) for ledger in stages]
+
+
+def test_a_drain_tells_all_and_forgets_what_clipping_knew():
     stages = ledgers()
     close(stages, 0, (1.0, 4.0, 20.0))
     carry(stages, 0)
-    for ledger in stages:
-        ledger.forget()
-    close(stages, 1, (1.0, 4.0, 20.0))
+    close(stages, 1, (9.0, 0.0, 16.0))
+    assert [partial for partial in drain(stages) if partial] == []
+    assert [ledger.newest.grad_norm for ledger in stages] == [5.0, 5.0, 5.0]
+    assert [ledger.newest.window for ledger in stages] == [1, 1, 1]
+    close(stages, 2, (1.0, 4.0, 20.0))
     assert stages[2].grad_norm == math.sqrt(20.0)
+    assert drain(ledgers()) == [[], [], []]
+
+
+def test_a_drain_reveals_partial_updates_no_report_had_time_for():
+    stages = ledgers()
+    close(stages, 0, (math.nan, 4.0, 4.0), skipped=(1, 0, 0))
+    close(stages, 1, (1.0, 4.0, 4.0))
+    found = drain(stages)
+    assert found[0] == []
+    assert [(report.window, report.skipped) for report in found[1] + found[2]] == [(0, 1), (0, 1)]
 
 
 def test_nothing_piles_up():
@@ -114,6 +131,16 @@ def test_the_first_stage_decides_and_the_others_follow():
     assert first.announce() == EXIT_ON_SIGNAL == first.decision
     last.hear_decision(first.announce())
     assert last.decision == EXIT_ON_SIGNAL
+
+
+def test_at_a_drain_every_stage_decides_from_the_same_wishes():
+    first = ExitRequest(is_first=True, local=lambda: 0)
+    last = ExitRequest(is_first=False, local=lambda: EXIT_ON_SIGNAL)
+    for stage in (first, last):
+        for wishes in (first.wishes(), last.wishes()):
+            stage.hear_wishes(wishes)
+        stage.decide()
+    assert first.decision == last.decision == EXIT_ON_SIGNAL
 
 
 def test_replicas_of_the_first_stage_agree():

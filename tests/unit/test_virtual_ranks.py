@@ -56,11 +56,14 @@ def test_the_time_limit_ends_all(run, tmp_path):
 
 
 def test_an_interrupt_ends_all(run, tmp_path):
+    # A process that was started in the background ignores the signal otherwise.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         run(HANGS, HANGS, tmp_path)
     interrupt.join()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_rank_ends_when_its_parent_is_gone():
