@@ -60,7 +60,7 @@ def datasets(num_samples: list[int], vp_stage: int | None = None):
     ).build()
 
 
-datasets.is_distributed = True  # every rank calls it
+datasets.is_distributed = True  # every rank reads its own data, tensor-parallel ones the same
 
 
 def forward_step(data_iterator, model):
@@ -106,10 +106,10 @@ def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     if mpu.model_parallel_is_initialized():
         raise RuntimeError("run this script in a process of its own")
-    if args.tensor_model_parallel_size * args.context_parallel_size > 1:
+    if args.context_parallel_size > 1:
         raise ValueError(
-            "examples/pretrain_gpt.py does not split a batch over ranks; with tensor or context "
-            "parallelism take Megatron-LM's own pretrain_gpt.py"
+            "examples/pretrain_gpt.py does not split sequences over ranks; with "
+            "--context-parallel-size take Megatron-LM's own pretrain_gpt.py"
         )
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(

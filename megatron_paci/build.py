@@ -14,7 +14,11 @@ from megatron_paci.channel import PipelineChannel
 from megatron_paci.compute import MegatronCompute
 from megatron_paci.engine import Engine
 from megatron_paci.exit_request import ExitRequest
-from megatron_paci.groups import create_stage_groups, destroy_stage_groups
+from megatron_paci.groups import (
+    create_group_within_stage,
+    create_stage_groups,
+    destroy_groups,
+)
 from megatron_paci.report import EXIT_ON_DURATION, EXIT_ON_SIGNAL, Ledger
 from megatron_paci.schedule import StageSchedule
 from megatron_paci.tied import TiedEmbedding, tied_parameter
@@ -72,7 +76,9 @@ class MegatronStage:
         self._groups = create_stage_groups(
             pipeline, tied=self._any_stage(tied is not None), timeout=timeout
         )
-        self._statistics = StageLocalStatistics(optimizer, self._groups.alone)
+        self._statistics = StageLocalStatistics(
+            optimizer, lambda group: create_group_within_stage(group, pipeline, timeout=timeout)
+        )
         self._tied = None
         if tied is not None and self._groups.tied_weight is not None:
             self._tied = TiedEmbedding(
@@ -185,7 +191,7 @@ class MegatronStage:
 
     def destroy_groups(self) -> None:
         """Destroy the communicators; all ranks of the pipeline have to do so, after ``close``."""
-        destroy_stage_groups(self._groups)
+        destroy_groups([*vars(self._groups).values(), *self._statistics.groups])
 
 
 _installed: MegatronStage | None = None

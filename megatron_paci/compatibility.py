@@ -193,21 +193,28 @@ PACI_RULES = (
         "take --bf16",
     ),
     Rule(
-        "distributed optimizer",
-        _is_set("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-        "the distributed optimizer and the overlaps of its communication: not supported yet",
-        "drop --use-distributed-optimizer, --overlap-grad-reduce and --overlap-param-gather",
-    ),
-    Rule(
-        "tensor, context, expert parallelism",
+        "context and expert parallelism",
         lambda args: any(
             _more_than_one(name)(args)
-            for name in ("tensor_model_parallel_size", "context_parallel_size",
-                         "expert_model_parallel_size")
+            for name in ("context_parallel_size", "expert_model_parallel_size")
         ),
-        "tensor, context and expert parallelism: not supported yet",
-        "leave --tensor-model-parallel-size, --context-parallel-size and "
-        "--expert-model-parallel-size at 1",
+        "context and expert parallelism: not supported yet",
+        "leave --context-parallel-size and --expert-model-parallel-size at 1",
+    ),
+    Rule(
+        "distributed optimizer with tied embeddings",
+        lambda args: getattr(args, "use_distributed_optimizer", False)
+        and not args.untie_embeddings_and_output_weights
+        and args.pipeline_model_parallel_size > 1,
+        "--use-distributed-optimizer with tied embeddings: the last stage would have to leave its "
+        "shards of the copy to the first stage; not supported yet",
+        "add --untie-embeddings-and-output-weights, or drop --use-distributed-optimizer",
+    ),
+    Rule(
+        "several distributed optimizer instances",
+        _more_than_one("num_distributed_optimizer_instances"),
+        "--num-distributed-optimizer-instances: not supported yet",
+        "leave it at 1",
     ),
     Rule(
         "mixture of experts, multi-token prediction",

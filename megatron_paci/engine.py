@@ -77,6 +77,9 @@ class Window(Protocol):
     def prepare(self, last: bool) -> None:
         """Called before every backward; ``last`` if it completes the window."""
 
+    def gather_weights(self) -> None:
+        """Called before a backward that no forward with the same weights has preceded."""
+
     def close(self, window: int, later: Report | None) -> Report:
         """Complete the gradients of a window and return its report over this and later stages.
 
@@ -243,6 +246,8 @@ class Engine:
         oldest = self.in_flight.popleft()
         assert oldest.microbatch == microbatch, "backwards are first in, first out"
         self.window.prepare(self.schedule.ends_window(microbatch))
+        if self._forward_version != self.version:
+            self.window.gather_weights()
         input_grad = self.compute.backward(oldest.input_tensor, oldest.output_tensor, output_grad)
         self.channel.send_backward(microbatch, input_grad)
         self.drift_counts[self.version - oldest.version] += 1

@@ -6,6 +6,7 @@ inside the training loop.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -76,6 +77,28 @@ def create_stage_groups(
     return StageGroups(**groups)
 
 
+def create_group_within_stage(
+    group: torch.distributed.ProcessGroup,
+    pp_group: torch.distributed.ProcessGroup,
+    *,
+    timeout: timedelta | None = None,
+) -> torch.distributed.ProcessGroup:
+    """Create the part of ``group`` that lies on this rank's stage; every rank of the job calls it."""
+    own = pp_group.rank(), torch.distributed.get_process_group_ranks(group)
+    everyone: list[tuple[int, list[int]]] = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    stage_of = [stage for stage, _ in everyone]
+    parts = {
+        tuple(member for member in ranks if stage_of[member] == stage) for stage, ranks in everyone
+    }
+    found = None
+    for ranks in sorted(parts):
+        part = _new_group(list(ranks), "PACI_WITHIN_STAGE", timeout)
+        if torch.distributed.get_rank() in ranks:
+            found = part
+    return found
+
+
 def _new_group(
     ranks: list[int], description: str, timeout: timedelta | None
 ) -> torch.distributed.ProcessGroup:
@@ -98,8 +121,8 @@ def _new_group(
         ) from error
 
 
-def destroy_stage_groups(groups: StageGroups) -> None:
-    """Destroy the groups again; every member has to call it."""
-    for group in vars(groups).values():
+def destroy_groups(groups: Iterable[torch.distributed.ProcessGroup | None]) -> None:
+    """Destroy groups again; every member has to call it."""
+    for group in groups:
         if group is not None:
             torch.distributed.destroy_process_group(group)

@@ -86,6 +86,9 @@ class MegatronWindow:
         self._no_sync: AbstractContextManager | None = None
         self._open = False
         self._skip = False
+        ddp_config = getattr(model, "ddp_config", None)
+        self._gathers_late = getattr(ddp_config, "overlap_param_gather", False)
+        self._gathered = True
         self._accumulation = 1
         self.ledger = ledger
         self.samples_per_microbatch = 1
@@ -111,6 +114,15 @@ class MegatronWindow:
         elif self._no_sync is None and self._config.no_sync_func is not None:
             self._no_sync = self._config.no_sync_func()
             self._no_sync.__enter__()
+
+    def gather_weights(self) -> None:
+        """Complete an update whose gathering was left to the next forward (``overlap_param_gather``).
+
+        For what uses the weights before or without that forward.
+        """
+        if self._gathers_late and not self._gathered:
+            self._model.start_param_sync(force_sync=True)
+            self._gathered = True
 
     def close(self, window: int, later: Report | None) -> Report:
         """Complete the gradients of the window; return the report over this and later stages."""
@@ -157,6 +169,9 @@ class MegatronWindow:
             # use them as they are then (eq. 1); autograd would take the update for an accident.
             with torch.autograd._unsafe_preserve_version_counter(self._parameters):
                 self._optimizer.step_with_ready_grads()
+            self._gathered = False
+            if not self._forwards_gather:
+                self.gather_weights()
         # By samples consumed, not by steps that succeeded: else stages would part.
         if self._scheduler is not None:
             self._scheduler.step(increment=self._accumulation * self.samples_per_microbatch)
@@ -213,6 +228,11 @@ class MegatronWindow:
         for part in self._parts:
             if getattr(part, "grad_scaler", None):
                 yield part.grad_scaler
+
+    @property
+    def _forwards_gather(self) -> bool:
+        """Whether forwards wait for gathered weights; Megatron turns that off now and then."""
+        return bool(getattr(self._model, "remove_forward_pre_hook_handles", None))
 
     def _clip(self) -> None:
         max_norm = self._optimizer.config.clip_grad
@@ -277,17 +297,34 @@ def stage_local_collection(
 
 
 class StageLocalStatistics:
-    """Makes the optimizer's norm, clipping and overflow checks stay within the stage; undoable."""
+    """Makes the optimizer's norm, clipping and overflow checks stay within the stage; undoable.
 
-    def __init__(self, optimizer: Any, group: torch.distributed.ProcessGroup):
+    Attributes:
+        groups: The groups that were created for it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        create_within_stage: Callable[
+            [torch.distributed.ProcessGroup], torch.distributed.ProcessGroup
+        ],
+    ):
+        """Replace the groups; all ranks of the job have to do so.
+
+        Args:
+            create_within_stage: Returns the part of a group that lies on this stage.
+        """
         self._optimizers = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-        self._originals = [
-            optimizer.get_grad_stats_parallel_group() for optimizer in self._optimizers
-        ]
-        for optimizer in self._optimizers:
-            optimizer.grad_stats_parallel_group = group
+        self._originals = [part.get_grad_stats_parallel_group() for part in self._optimizers]
+        parts: dict[Any, torch.distributed.ProcessGroup] = {}
+        for part, original in zip(self._optimizers, self._originals):
+            if original not in parts:
+                parts[original] = create_within_stage(original)
+            part.grad_stats_parallel_group = parts[original]
+        self.groups = tuple(parts.values())
 
     def undo(self) -> None:
         """Give the optimizers their groups back."""
-        for optimizer, original in zip(self._optimizers, self._originals):
-            optimizer.grad_stats_parallel_group = original
+        for part, original in zip(self._optimizers, self._originals):
+            part.grad_stats_parallel_group = original

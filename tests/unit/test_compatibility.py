@@ -103,8 +103,7 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--log-params-norm", ["--log-params-norm", "drop it"]),
         ("--log-straggler", ["gather or check over all ranks"]),
         ("--log-energy", ["--log-energy"]),
-        ("--use-distributed-optimizer", ["distributed optimizer"]),
-        ("--overlap-grad-reduce", ["distributed optimizer"]),
+        ("--num-distributed-optimizer-instances 2", ["--num-distributed-optimizer-instances"]),
         ("--num-experts 4", ["mixture of experts"]),
         ("--mtp-num-layers 1", ["multi-token prediction"]),
         ("--sft", ["packed"]),
@@ -127,10 +126,17 @@ def test_what_paci_cannot_do_is_refused_with_reason_and_remedy(parse, flags, wor
         check(parse(BASE + flags))  # Megatron's own schedules keep it
 
 
+def test_the_distributed_optimizer_needs_untied_embeddings(parse):
+    flags = PACI + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    check(parse(flags, 4))
+    tied = flags.replace("--untie-embeddings-and-output-weights ", "")
+    assert_refused(parse(tied, 4), ["tied embeddings", "add --untie"])
+    check(parse(tied.replace("parallel-size 2", "parallel-size 1"), 4))
+
+
 @pytest.mark.parametrize(
     "flags, world_size, words",
     [
-        ("--tensor-model-parallel-size 2", 4, ["tensor"]),
         ("--context-parallel-size 2", 4, ["context"]),
         ("--expert-model-parallel-size 2", 2, ["expert"]),
     ],
