@@ -65,6 +65,9 @@ class MockStage:
     def prepare(self, last):
         self.log.append(f"prepare {'last' if last else 'more'}")
 
+    def gather_weights(self):
+        self.log.append("gather")
+
     def close(self, window, later):
         self.log.append(f"close {window} {later}")
         return f"report{window}"
@@ -139,6 +142,16 @@ def test_reports_travel_behind_the_forwards_that_the_rule_names():
     engine.run(2)
     # A new stream: windows go on being counted, the rule begins anew.
     assert "close 4 later" in mock.log[before:] and "send report4" in mock.log[before:]
+
+
+def test_weights_are_gathered_before_a_backward_that_no_forward_with_them_precedes():
+    engine, mock, actions = build(stage=0, num_stages=3, accumulation=1)
+    engine.run(4)
+    assert "gather" not in mock.log and actions[-1] == "STEP"
+    engine.drain()
+    assert mock.log.count("gather") == 2  # both backwards of the drain follow a step
+    first = mock.log.index("gather")
+    assert mock.log[first - 1].startswith("prepare") and mock.log[first + 1].startswith("backward")
 
 
 def test_streaming_is_the_same_on_all_stages_between_drains():
