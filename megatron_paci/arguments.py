@@ -39,9 +39,9 @@ class PaciArguments:
     more often, with gradients that are up to ceil((N-1)/A) updates old at pipeline size N."""
 
     paci_clip: Literal["pipelined", "local"] = "pipelined"
-    """Norm that --clip-grad refers to: pipelined takes the gradients of all stages as far as they are
-    known (own and later stages exactly, earlier ones from a few windows ago), local those of the
-    stage alone."""
+    """Norm that --clip-grad refers to: pipelined takes the gradients of all stages as far as they
+    are known (own and later stages exactly, earlier ones from a few windows ago), local those of
+    the stage alone."""
 
     paci_nonfinite: Literal["skip", "abort"] = "skip"
     """What to do with a window whose gradient is not finite: skip leaves its update out, on all

@@ -21,8 +21,9 @@ from megatron_paci.groups import (
 )
 from megatron_paci.report import EXIT_ON_DURATION, EXIT_ON_SIGNAL, Ledger
 from megatron_paci.schedule import StageSchedule
+from megatron_paci.stage_local import StageLocalStatistics, stage_local_collection
 from megatron_paci.tied import TiedEmbedding, tied_parameter
-from megatron_paci.window import MegatronWindow, StageLocalStatistics, stage_local_collection
+from megatron_paci.window import MegatronWindow
 
 
 class MegatronStage:

@@ -31,7 +31,11 @@ class Link:
     """
 
     def __init__(
-        self, group: torch.distributed.ProcessGroup, config: Any, *, dtype: torch.dtype | None = None
+        self,
+        group: torch.distributed.ProcessGroup,
+        config: Any,
+        *,
+        dtype: torch.dtype | None = None,
     ):
         """Set up one end; nothing is posted yet.
 

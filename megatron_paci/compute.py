@@ -1,4 +1,4 @@
-"""The forward and backward pass of a Megatron stage, by the functions of Megatron's own schedules."""
+"""The passes of a Megatron stage, by the functions of Megatron's own schedules."""
 
 from __future__ import annotations
 

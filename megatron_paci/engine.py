@@ -262,7 +262,7 @@ class Engine:
 
     @property
     def streaming(self) -> bool:
-        """Whether forwards have run since the last drain; the same on all stages at any iteration."""
+        """Whether forwards have run since the last drain: the same on all stages after a run."""
         return self._stream_forwards > 0
 
     def describe(self) -> str:

@@ -1,8 +1,8 @@
 """The wish to end training, carried along the pipeline.
 
 Megatron gathers over all ranks, in every iteration, whether one of them got a signal or is out of
-time. Here a stage puts its wish into the report that goes upstream; the first stage decides, and its
-decision rides downstream with a forward of an iteration, so that all stages end after that one.
+time. Here a stage puts its wish into the report that goes upstream; the first stage decides, and
+its decision rides downstream with a forward of an iteration, so that all stages end after that one.
 """
 
 from __future__ import annotations

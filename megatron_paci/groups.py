@@ -83,7 +83,7 @@ def create_group_within_stage(
     *,
     timeout: timedelta | None = None,
 ) -> torch.distributed.ProcessGroup:
-    """Create the part of ``group`` that lies on this rank's stage; every rank of the job calls it."""
+    """Create the part of ``group`` that lies on this rank's stage; all ranks of the job call it."""
     own = pp_group.rank(), torch.distributed.get_process_group_ranks(group)
     everyone: list[tuple[int, list[int]]] = [own] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
-from typing import Any
 
 import megatron.core
 from megatron.core.num_microbatches_calculator import get_num_microbatches

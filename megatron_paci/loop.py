@@ -76,7 +76,8 @@ def _checkpoint_and_decide_exit(original, *args, **kwargs):
     settings = get_args()
     saved: dict[str, Any] = {}
     if streaming() and settings.exit_duration_in_mins:
-        saved = {name: getattr(settings, name) for name in ("exit_duration_in_mins", "exit_interval")}
+        names = ("exit_duration_in_mins", "exit_interval")
+        saved = {name: getattr(settings, name) for name in names}
         settings.exit_duration_in_mins = None
         if installed_stage().exit_request.decision & EXIT_ON_DURATION:
             settings.exit_interval = 1

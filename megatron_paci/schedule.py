@@ -35,7 +35,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if (self.microbatch is None) != (self.kind is Kind.STEP):
-            raise ValueError(f"{self.kind.name} needs {'no' if self.microbatch else 'a'} microbatch")
+            raise ValueError("a forward or backward has a microbatch, a step has none")
 
     def __str__(self) -> str:
         return self.kind.value if self.microbatch is None else f"{self.kind.value}{self.microbatch}"

@@ -1,7 +1,7 @@
 """Times orders of actions, from the same data that the engine runs.
 
-A pass starts as soon as its stage is free and its input is there; a message takes ``latency``, a step
-no time. Times are in units of each other.
+A pass starts as soon as its stage is free and its input is there; a message takes ``latency``, a
+step no time. Times are in units of each other.
 """
 
 from __future__ import annotations

@@ -91,6 +91,6 @@ def average_losses(
             averages[key] = values.mean()
         else:
             raise ValueError(
-                f"loss {key!r} has {values.shape[1]} elements; expected a mean, or a sum and a count"
+                f"loss {key!r} has {values.shape[1]} elements; expected a mean, or sum and count"
             )
     return averages

@@ -7,7 +7,6 @@ know of other stages comes with reports (report.py).
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -102,7 +101,7 @@ class MegatronWindow:
             self._tied.accumulation = schedule.accumulation
 
     def prepare(self, last: bool) -> None:
-        """Ready the gradient buffers for a backward; only the window's last one starts reductions."""
+        """Ready the gradient buffers for a backward; the window's last one starts reductions."""
         if not self._open:
             self._model.zero_grad_buffer()
             self._optimizer.zero_grad()
@@ -116,7 +115,7 @@ class MegatronWindow:
             self._no_sync.__enter__()
 
     def gather_weights(self) -> None:
-        """Complete an update whose gathering was left to the next forward (``overlap_param_gather``).
+        """Complete an update that the next forward was to gather (``overlap_param_gather``).
 
         For what uses the weights before or without that forward.
         """
@@ -214,7 +213,7 @@ class MegatronWindow:
         self._share_scalers()
 
     def _share_scalers(self) -> None:
-        """Give all stages the last one's loss scale, whichever of them a checkpoint takes it from."""
+        """Give all stages the last one's loss scale, whichever of them a checkpoint stores."""
         scalers = list(self._scalers())
         if not scalers:
             return
@@ -285,46 +284,3 @@ class MegatronWindow:
             "stage %d, window %d: partial update, %d earlier stages have left it out",
             self._stage, report.window, report.skipped,
         )
-
-
-def stage_local_collection(
-    collection: ProcessGroupCollection, alone: torch.distributed.ProcessGroup
-) -> ProcessGroupCollection:
-    """Return a copy of ``collection`` whose pipeline-spanning groups hold this rank alone."""
-    local = copy.copy(collection)
-    local.pp = local.embd = local.pos_embd = alone
-    return local
-
-
-class StageLocalStatistics:
-    """Makes the optimizer's norm, clipping and overflow checks stay within the stage; undoable.
-
-    Attributes:
-        groups: The groups that were created for it.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        create_within_stage: Callable[
-            [torch.distributed.ProcessGroup], torch.distributed.ProcessGroup
-        ],
-    ):
-        """Replace the groups; all ranks of the job have to do so.
-
-        Args:
-            create_within_stage: Returns the part of a group that lies on this stage.
-        """
-        self._optimizers = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-        self._originals = [part.get_grad_stats_parallel_group() for part in self._optimizers]
-        parts: dict[Any, torch.distributed.ProcessGroup] = {}
-        for part, original in zip(self._optimizers, self._originals):
-            if original not in parts:
-                parts[original] = create_within_stage(original)
-            part.grad_stats_parallel_group = parts[original]
-        self.groups = tuple(parts.values())
-
-    def undo(self) -> None:
-        """Give the optimizers their groups back."""
-        for part, original in zip(self._optimizers, self._originals):
-            part.grad_stats_parallel_group = original

@@ -48,7 +48,7 @@ def add_bench_command(commands: Any) -> None:
     flag("stages", "N", "pipeline stages, one process each", type=int, required=True)
     flag("microbatches", "M", "microbatches per iteration", type=int, required=True)
     flag("schedule", "{1f1b,interleaved,paci}", "pipeline schedule", required=True)
-    flag("replicas", "D", "data-parallel copies of the pipeline, one process per stage each", type=int)
+    flag("replicas", "D", "data-parallel copies of the pipeline, one process per stage", type=int)
     flag("accum", "A", "paci: backward passes per optimizer step (default: M)", type=int)
     flag("chunks", "V", "interleaved: model chunks per stage", type=int)
     flag("latency", "X", "virtual time of a message between two stages")
@@ -152,7 +152,8 @@ def table(run: VirtualRun, result: dict[str, Any]) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        f"{run.schedule}: {run.stages} stages{replicas}, {run.microbatches} microbatches{accum}{chunks}; "
+        f"{run.schedule}: {run.stages} stages{replicas}, {run.microbatches} microbatches"
+        f"{accum}{chunks}; "
         "idle time per iteration by cause",
         *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows),
         "cross-stage collectives per steady-state iteration: "

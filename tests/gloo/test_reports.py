@@ -1,7 +1,7 @@
 """What stages tell each other: clipping, token counts, invalid gradients, tied weights, the end.
 
-Undrained runs are compared, to the last bit, with the replay (replay.py), which knows the documented
-rules and shares no code with the plugin; drained ones with Megatron's own 1F1B.
+Undrained runs are compared, to the last bit, with the replay (replay.py), which knows the
+documented rules and shares no code with the plugin; drained ones with Megatron's own 1F1B.
 """
 
 from __future__ import annotations

@@ -8,14 +8,13 @@ import logging
 import pytest
 
 from megatron_paci.compatibility import (
-    PACI_RULES,
-    SELECTION_RULES,
     ConfigurationError,
     check,
     take_over,
     violations,
     warn_untried_version,
 )
+from megatron_paci.rules import PACI_RULES, SELECTION_RULES
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 "

@@ -1,0 +1,53 @@
+"""Keeps what Megatron reduces over the whole model within one stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def stage_local_collection(
+    collection: ProcessGroupCollection, alone: torch.distributed.ProcessGroup
+) -> ProcessGroupCollection:
+    """Return a copy of ``collection`` whose pipeline-spanning groups hold this rank alone."""
+    local = copy.copy(collection)
+    local.pp = local.embd = local.pos_embd = alone
+    return local
+
+
+class StageLocalStatistics:
+    """Makes the optimizer's norm, clipping and overflow checks stay within the stage; undoable.
+
+    Attributes:
+        groups: The groups that were created for it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        create_within_stage: Callable[
+            [torch.distributed.ProcessGroup], torch.distributed.ProcessGroup
+        ],
+    ):
+        """Replace the groups; all ranks of the job have to do so.
+
+        Args:
+            create_within_stage: Returns the part of a group that lies on this stage.
+        """
+        self._optimizers = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+        self._originals = [part.get_grad_stats_parallel_group() for part in self._optimizers]
+        parts: dict[Any, torch.distributed.ProcessGroup] = {}
+        for part, original in zip(self._optimizers, self._originals):
+            if original not in parts:
+                parts[original] = create_within_stage(original)
+            part.grad_stats_parallel_group = parts[original]
+        self.groups = tuple(parts.values())
+
+    def undo(self) -> None:
+        """Give the optimizers their groups back."""
+        for part, original in zip(self._optimizers, self._originals):
+            part.grad_stats_parallel_group = original
