@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_mcore_loop.py            # on GPUs
     torchrun --nproc-per-node 2 examples/train_mcore_loop.py --cpu      # without any
 
-One pipeline stage per process trains a tiny GPT to repeat a sequence. The five lines marked PACI are
-all that differs from a loop around Megatron's own schedules: there is no optimizer step, since every
-stage takes its own inside ``run``.
+One pipeline stage per process trains a tiny GPT to repeat a sequence. The five lines marked PACI
+are all that differs from a loop around Megatron's own schedules: there is no optimizer step, since
+every stage takes its own inside ``run``.
 """
 
 from __future__ import annotations
