@@ -40,7 +40,7 @@ class MegatronStage:
         nonfinite: str = "skip",
         pg_collection: ProcessGroupCollection | None = None,
         timeout: timedelta | None = None,
-        exit_wishes: Callable[[], int] = lambda: 0,
+        exit_wishes: Callable[[], int] | None = None,
     ):
         """Create the communicators and the engine; all ranks of the job have to do so.
 
@@ -54,7 +54,8 @@ class MegatronStage:
             nonfinite: ``skip`` or ``abort``, what to do with a gradient that is not finite.
             pg_collection: Process groups of this rank; None for Megatron's global ones.
             timeout: Time after which a message that does not come is an error.
-            exit_wishes: Returns bits ``report.EXIT_ON_*`` when this rank wants training to end.
+            exit_wishes: Returns bits ``report.EXIT_ON_*`` when this rank wants training to end;
+                None where nobody will, which spares replicas to agree.
 
         Raises:
             ValueError: There is more than one model chunk.
@@ -91,8 +92,10 @@ class MegatronStage:
             )
             if not is_first:
                 self._tied.drop_state(optimizer)
-        self.exit_request = ExitRequest(
-            is_first=is_first, local=exit_wishes, agree=self._join_over_replicas
+        self.exit_request = (
+            ExitRequest(is_first=is_first, local=lambda: 0)
+            if exit_wishes is None
+            else ExitRequest(is_first=is_first, local=exit_wishes, agree=self._join_over_replicas)
         )
         self.compute = MegatronCompute(
             self.model,

@@ -71,7 +71,9 @@ def _train(original, *args, **kwargs):
             accumulation=arguments.paci_accum or get_num_microbatches(),
             clip=arguments.paci_clip,
             nonfinite=arguments.paci_nonfinite,
-            exit_wishes=exit_wishes,
+            exit_wishes=exit_wishes
+            if arguments.exit_signal_handler or arguments.exit_duration_in_mins
+            else None,
             timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
         )
         install_stage(stage)

@@ -62,7 +62,8 @@ class TiedEmbedding:
         It would stay behind the other parameters' and Megatron saves one step count for all.
         """
         for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-            part.optimizer.state.pop(_updated(self._parameter), None)
+            if part.optimizer is not None:
+                part.optimizer.state.pop(_updated(self._parameter), None)
 
     def expect_gradient(self) -> None:
         """Before a window's last backward: let the other stage's gradient come in meanwhile."""
