@@ -94,6 +94,17 @@ def two(folder):
         ("second-part", f"--save {parts} --load {parts}"),
     ):
         scenarios[name] = {"arguments": flags(2, f"{paci} {extra}", base)}
+    # The same checkpoint continued by either, and theirs by each other.
+    save = "--save-interval 2 --exit-interval 2"
+    stock, ours = folder / "stock", folder / "ours"
+    for name, extra in (
+        ("stock-first", f"{save} --save {stock}"), ("stock-on-stock", f"--load {stock}"),
+        ("paci-on-stock", f"--load {stock}"), ("paci-first", f"{save} --save {ours}"),
+        ("stock-on-paci", f"--load {ours}"),
+    ):
+        paci = name.startswith("paci")
+        command = flags(2, f"{EVERY} {extra}" + " --pipeline-schedule paci" * paci, TIED)
+        scenarios[name] = {"arguments": command, "plugin": paci}
     scenarios["saved-often"] = {
         "arguments": flags(2, f"--pipeline-schedule paci --save {folder / 'often'} --train-iters 9 "
                               "--save-interval 1 --exit-signal-handler"),
@@ -191,6 +202,13 @@ def test_8_save_load_go_on_equals_not_stopping(two):
         assert part["losses"] == whole["losses"][2:]
         assert len(part["losses"]) == ITERATIONS - 2
         assert (part["weights"], part["optimizer"]) == (whole["weights"], whole["optimizer"])
+
+
+def test_checkpoints_go_from_1f1b_to_paci_and_back(two):
+    for runs in zip(two["stock-on-stock"], two["paci-on-stock"], two["stock-on-paci"], strict=True):
+        stock, *others = [(run["losses"], run["weights"], run["learning_rate"]) for run in runs]
+        assert len(stock[0]) == ITERATIONS - 2
+        assert others == [stock, stock]
 
 
 def test_an_overflow_is_known_at_the_next_drain(two):
