@@ -65,7 +65,6 @@ class MegatronStage:
             raise ValueError(f"PACI runs one model chunk per rank, got {len(chunks)}")
         self.model = chunks[0]
         self.config = schedules.get_model_config(self.model)
-        self._closed = False
         self._message_shape: tuple[int, ...] = ()
         self._num_microbatches: int | None = None
         self._collection = pg_collection or schedules._build_default_pg_collection()
@@ -75,9 +74,7 @@ class MegatronStage:
         self.is_last_stage = schedule.stage == schedule.num_stages - 1
         self.data_parallel_group = self._collection.dp_cp
         tied = tied_parameter(self.model)
-        self._groups = create_stage_groups(
-            pipeline, tied=self._any_stage(tied is not None), timeout=timeout
-        )
+        self._groups = create_stage_groups(pipeline, tied=tied is not None, timeout=timeout)
         self._statistics = StageLocalStatistics(
             optimizer, lambda group: create_group_within_stage(group, pipeline, timeout=timeout)
         )
@@ -124,12 +121,6 @@ class MegatronStage:
         self.engine = Engine(
             schedule, compute=self.compute, channel=channel, window=self.window
         )
-
-    def _any_stage(self, here: bool) -> bool:
-        """Whether any rank of the job says yes; asked once, before training."""
-        flag = torch.tensor(int(here), device=torch.cuda.current_device())
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        return bool(flag.item())
 
     def _join_over_replicas(self, requests: int) -> int:
         """Return the bits that any replica of this stage has set."""
@@ -187,14 +178,11 @@ class MegatronStage:
 
     def close(self) -> None:
         """Undo what building changed. Microbatches still in flight are dropped: drain first."""
-        if self._closed:
-            return
-        self._closed = True
         self.engine.close()
         self._statistics.undo()
 
     def destroy_groups(self) -> None:
-        """Destroy the communicators; all ranks of the pipeline have to do so, after ``close``."""
+        """Destroy the communicators; all ranks of the job have to do so, after a drain."""
         destroy_groups([*vars(self._groups).values(), *self._statistics.groups])
 
 

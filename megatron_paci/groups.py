@@ -47,17 +47,18 @@ def create_stage_groups(
 
     Args:
         pp_group: The pipeline of this rank.
-        tied: Whether the first and the last stage share a weight.
+        tied: Whether this rank holds a weight that the first and the last stage share.
         timeout: Time after which a message that does not come is an error; None for the default.
     """
     # PyTorch derives a group's name from how many were created before, so all ranks create all
     # groups in one order, those of other pipelines included.
-    pipelines: list[list[int]] = [[]] * torch.distributed.get_world_size()
-    own = torch.distributed.get_process_group_ranks(pp_group)
-    torch.distributed.all_gather_object(pipelines, own)
+    own = tuple(torch.distributed.get_process_group_ranks(pp_group)), tied
+    everyone = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    some_are_tied = any(holds_one for _, holds_one in everyone)
     rank = torch.distributed.get_rank()
     groups = {}
-    for ranks in sorted(set(map(tuple, pipelines))):
+    for ranks in sorted({ranks for ranks, _ in everyone}):
         for member in ranks:
             alone = _new_group([member], "PACI_ALONE", timeout)
             if member == rank:
@@ -69,7 +70,7 @@ def create_stage_groups(
                 groups |= {"forward_to_next": forward, "backward_from_next": backward}
             elif rank == lower:
                 groups |= {"forward_from_previous": forward, "backward_to_previous": backward}
-        if tied and len(ranks) > 1:
+        if some_are_tied and len(ranks) > 1:
             gradient = _new_group([ranks[-1], ranks[0]], "PACI_TIED_GRADIENT", timeout)
             weight = _new_group([ranks[0], ranks[-1]], "PACI_TIED_WEIGHT", timeout)
             if rank in (ranks[0], ranks[-1]):

@@ -12,7 +12,6 @@ from datetime import timedelta
 import megatron.core
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
-from megatron.training.global_vars import get_args as global_args
 
 from megatron_paci import compatibility
 from megatron_paci.arguments import add_paci_arguments, selected_schedule
@@ -35,7 +34,7 @@ def _get_forward_backward_func(original, *args, **kwargs):
 
 def _schedule() -> str:
     try:
-        return selected_schedule(global_args())
+        return selected_schedule(get_args())
     except AssertionError:  # Megatron-Core without megatron.training: no arguments were parsed
         return "auto"
 
@@ -119,10 +118,6 @@ def _save_checkpoint_and_time(original, *args, **kwargs):
     return original(*args, **kwargs)
 
 
-def _compile_helpers(original):
-    ensure_helpers(original)
-
-
 TRAINING = "megatron.training.training"
 
 PATCHES = PatchSet(
@@ -174,7 +169,7 @@ PATCHES = PatchSet(
         ),
         Patch(
             "megatron.core.datasets.utils:compile_helpers",
-            _compile_helpers,
+            ensure_helpers,
             (),
             "does not build the data-index helper that the wheel brings already built",
         ),

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron_paci.stage_local import optimizer_parts
+
 # Activations are counted in the first iterations only: a pipeline has filled by then, and later
 # iterations are timed without the cost of counting.
 COUNTED_ITERATIONS = 3
@@ -153,6 +155,6 @@ def _bytes(tensors: Iterator[torch.Tensor]) -> int:
 
 
 def _optimizer_states(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+    for part in optimizer_parts(optimizer):
         if part is not None and getattr(part, "optimizer", None) is not None:
             yield from part.optimizer.state.values()

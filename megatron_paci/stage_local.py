@@ -10,6 +10,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """Return the optimizers that a chained one consists of, or the one itself."""
+    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
+
+
 def stage_local_collection(
     collection: ProcessGroupCollection, alone: torch.distributed.ProcessGroup
 ) -> ProcessGroupCollection:
@@ -38,7 +43,7 @@ class StageLocalStatistics:
         Args:
             create_within_stage: Returns the part of a group that lies on this stage.
         """
-        self._optimizers = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+        self._optimizers = optimizer_parts(optimizer)
         self._originals = [part.get_grad_stats_parallel_group() for part in self._optimizers]
         parts: dict[Any, torch.distributed.ProcessGroup] = {}
         for part, original in zip(self._optimizers, self._originals):

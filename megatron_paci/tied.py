@@ -19,6 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_paci.channel import Link
 from megatron_paci.groups import StageGroups
+from megatron_paci.stage_local import optimizer_parts
 
 
 class TiedEmbedding:
@@ -61,7 +62,7 @@ class TiedEmbedding:
 
         It would stay behind the other parameters' and Megatron saves one step count for all.
         """
-        for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        for part in optimizer_parts(optimizer):
             if part.optimizer is not None:
                 part.optimizer.state.pop(_updated(self._parameter), None)
 

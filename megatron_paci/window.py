@@ -21,6 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_paci.exit_request import ExitRequest
 from megatron_paci.report import Ledger, Report
 from megatron_paci.schedule import StageSchedule
+from megatron_paci.stage_local import optimizer_parts
 from megatron_paci.tied import TiedEmbedding
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class MegatronWindow:
         """
         self._model = model
         self._optimizer = optimizer
-        self._parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+        self._parts = optimizer_parts(optimizer)
         self._scheduler = scheduler
         self._config = config
         self._pg_collection = pg_collection
