@@ -96,9 +96,14 @@ def loss_over_tokens(loss_mask: torch.Tensor, losses: torch.Tensor):
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """Return the ranks that hold word embeddings: the last one only if they are tied."""
+    """Return the ranks that hold word embeddings.
+
+    The last one does if they are tied or if multi-token prediction embeds tokens there.
+    """
+    args = get_args()
     first, last = pipeline_ranks[0], pipeline_ranks[-1]
-    return [first] if get_args().untie_embeddings_and_output_weights else sorted({first, last})
+    only_first = args.untie_embeddings_and_output_weights and not args.mtp_num_layers
+    return [first] if only_first else sorted({first, last})
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,9 +21,10 @@ from megatron_paci.groups import (
     destroy_groups,
 )
 from megatron_paci.report import EXIT_ON_DURATION, EXIT_ON_SIGNAL, Ledger
+from megatron_paci.router_metrics import RouterMetrics
 from megatron_paci.schedule import StageSchedule
 from megatron_paci.stage_local import StageLocalStatistics, stage_local_collection
-from megatron_paci.tied import TiedEmbedding, tied_parameter
+from megatron_paci.tied import TiedEmbedding, has_unused_output_weight, tied_parameter
 from megatron_paci.window import MegatronWindow
 
 
@@ -74,21 +76,30 @@ class MegatronStage:
         self.is_last_stage = schedule.stage == schedule.num_stages - 1
         self.data_parallel_group = self._collection.dp_cp
         tied = tied_parameter(self.model)
-        self._groups = create_stage_groups(pipeline, tied=tied is not None, timeout=timeout)
+        has_routers = getattr(self.config, "num_moe_experts", None) is not None
+        self._groups = create_stage_groups(
+            pipeline,
+            tied=tied is not None,
+            shapes=self.config.variable_seq_lengths,
+            metrics=has_routers,
+            timeout=timeout,
+        )
+        self._metrics = RouterMetrics(self._groups, self.config) if has_routers else None
         self._statistics = StageLocalStatistics(
             optimizer, lambda group: create_group_within_stage(group, pipeline, timeout=timeout)
         )
+        self.alone = self._groups.alone
         self._tied = None
         if tied is not None and self._groups.tied_weight is not None:
             self._tied = TiedEmbedding(
                 tied,
+                optimizer,
                 self._groups,
                 self.config,
                 num_stages=schedule.num_stages,
                 is_owner=is_first,
             )
-            if not is_first:
-                self._tied.drop_state(optimizer)
+            self._tied.drop_state()
         self.exit_request = (
             ExitRequest(is_first=is_first, local=lambda: 0)
             if exit_wishes is None
@@ -113,6 +124,7 @@ class MegatronStage:
             exit_request=self.exit_request,
             take_num_tokens=self.compute.take_num_tokens,
             tied=self._tied,
+            has_unused_weights=has_unused_output_weight(self.model),
             abort_on_nonfinite=nonfinite == "abort",
         )
         channel = PipelineChannel(
@@ -165,7 +177,11 @@ class MegatronStage:
             cp_group=self._collection.cp,
         )[0]
         self.compute.bind(forward_step_func, data_iterator, self.engine.schedule.accumulation)
+        if self._metrics is not None:
+            self._metrics.begin_run()
         self.engine.run(num_microbatches)
+        if self._metrics is not None:
+            self._metrics.end_run()
         return self.compute.forward_data
 
     def set_accumulation(self, accumulation: int) -> None:
@@ -175,6 +191,22 @@ class MegatronStage:
     def drain(self) -> None:
         """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""
         self.engine.drain()
+        if self._metrics is not None:
+            self._metrics.finish()
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Drain; while it lasts every optimizer state that Megatron stores is there."""
+        self.drain()
+        self.lend_tied_state()
+        yield
+        if self._tied is not None:
+            self._tied.drop_state()
+
+    def lend_tied_state(self) -> None:
+        """Complete the optimizer state, after a drain; all ranks of the job have to do so."""
+        if self._tied is not None:
+            self._tied.lend_state()
 
     def close(self) -> None:
         """Undo what building changed. Microbatches still in flight are dropped: drain first."""

@@ -50,6 +50,7 @@ class Link:
             own.pipeline_dtype = dtype
             own.batch_p2p_comm = False  # batched operations cannot be left pending
             own.use_ring_exchange_p2p = False
+            own.variable_seq_lengths = False  # shapes have a link of their own
             return P2PCommunicator(pp_group=group, config=own)
 
         # Megatron's communicator sees the sender and the receiver as a pipeline of two stages; a
@@ -143,7 +144,8 @@ class PipelineChannel:
         Args:
             groups: The communicators of this rank.
             config: Megatron's model configuration; it is copied, not changed.
-            shape: Returns the shape of a message, (sequence, microbatch size, hidden).
+            shape: Returns the shape of a message, (sequence, microbatch size, hidden). Not asked
+                where ``groups`` has links for shapes: each forward message then brings its own.
         """
         self._shape = shape
         self._schedule: StageSchedule | None = None
@@ -151,13 +153,19 @@ class PipelineChannel:
         self._next_forward = self._last_forward = self._end_of_run = 0
         self._next_backward = self._last_backward = self._sent_forwards = 0
 
-        def link(group: torch.distributed.ProcessGroup | None) -> Link | None:
-            return None if group is None else Link(group, config)
+        def link(
+            group: torch.distributed.ProcessGroup | None, dtype: torch.dtype | None = None
+        ) -> Link | None:
+            return None if group is None else Link(group, config, dtype=dtype)
 
         self._forward_in = link(groups.forward_from_previous)
         self._forward_out = link(groups.forward_to_next)
         self._backward_in = link(groups.backward_from_next)
         self._backward_out = link(groups.backward_to_previous)
+        # With variable sequence lengths: Megatron's receive buffers require grad, so no integers.
+        self._shape_in = link(groups.shapes_from_previous, torch.float64)
+        self._shape_out = link(groups.shapes_to_next, torch.float64)
+        self._sent_shapes: deque[tuple[int, ...]] = deque()
 
     def begin_stream(self, schedule: StageSchedule) -> None:
         """Start counting microbatches anew; everything sent before has arrived."""
@@ -180,6 +188,8 @@ class PipelineChannel:
         self._last_forward = microbatch
         if self._forward_in is None:
             return None
+        if self._shape_in is not None:
+            self._post_behind_shape(microbatch)
         tensor = self._forward_in.take()
         if self._schedule.reported_window(microbatch) is None:
             self._post_forward()
@@ -198,7 +208,18 @@ class PipelineChannel:
         """Send an output to the next stage and post the receive of a gradient."""
         if self._forward_out is None:
             return
+        shape = tuple(output_tensor.shape)
+        if self._shape_out is not None:
+            vector = torch.tensor(shape, dtype=torch.float64, device=output_tensor.device)
+            self._shape_out.send(microbatch, vector)
+        elif shape != self._shape():
+            raise ValueError(
+                f"the output of microbatch {microbatch} has shape {shape}, the next stage expects "
+                f"{self._shape()}: set variable_seq_lengths in the model's configuration where "
+                "microbatches differ"
+            )
         self._forward_out.send(microbatch, output_tensor)
+        self._sent_shapes.append(shape)
         self._sent_forwards += 1
         self._post_backward()
 
@@ -216,6 +237,8 @@ class PipelineChannel:
         if not self._schedule.ends_window(microbatch):
             self._post_backward()
         self._forward_out.release_sent(microbatch + self._schedule.depth - 2)
+        if self._shape_out is not None:
+            self._shape_out.release_sent(microbatch + self._schedule.depth - 2)
         return gradient
 
     def receive_upstream(self) -> Report | None:
@@ -238,19 +261,32 @@ class PipelineChannel:
 
     def finish(self) -> None:
         """Wait for all sends; at the end of a drain the neighbours have posted their receives."""
-        for link in (self._forward_out, self._backward_out):
+        for link in (self._forward_out, self._backward_out, self._shape_out):
             if link is not None:
                 link.finish()
 
     def _post_forward(self) -> None:
         """Post the receives of one forward and the report behind it, if it comes in this run."""
+        if self._shape_in is not None:  # the message is posted when its shape is known
+            if not self._shape_in.has_posted and self._next_forward < self._end_of_run:
+                self._shape_in.post_receive((3,))
+                self._next_forward += 1
+            return
         link = self._forward_in
         if link is None or link.has_posted or self._next_forward == self._end_of_run:
             return
-        link.post_receive(self._shape())
-        if self._schedule.reported_window(self._next_forward) is not None:
-            link.post_receive_report()
+        self._post_message(self._next_forward, self._shape())
         self._next_forward += 1
+
+    def _post_behind_shape(self, microbatch: int) -> None:
+        """Take the shape of a forward and post its receives."""
+        shape = tuple(int(size) for size in self._shape_in.take())
+        self._post_message(microbatch, shape)
+
+    def _post_message(self, microbatch: int, shape: tuple[int, ...]) -> None:
+        self._forward_in.post_receive(shape)
+        if self._schedule.reported_window(microbatch) is not None:
+            self._forward_in.post_receive_report()
 
     def _post_backward(self) -> None:
         """Post the receives of one gradient and the report behind it.
@@ -260,7 +296,7 @@ class PipelineChannel:
         link = self._backward_in
         if link.has_posted or self._next_backward == self._sent_forwards:
             return
-        link.post_receive(self._shape())
+        link.post_receive(self._sent_shapes.popleft())
         if self._schedule.ends_window(self._next_backward):
             link.post_receive_report()
         self._next_backward += 1

@@ -31,11 +31,19 @@ class StageGroups:
     tied_weight: torch.distributed.ProcessGroup | None = None
     """From the first stage to the last."""
 
+    shapes_from_previous: torch.distributed.ProcessGroup | None = None
+    shapes_to_next: torch.distributed.ProcessGroup | None = None
+
+    metrics_from_previous: torch.distributed.ProcessGroup | None = None
+    metrics_to_next: torch.distributed.ProcessGroup | None = None
+
 
 def create_stage_groups(
     pp_group: torch.distributed.ProcessGroup,
     *,
     tied: bool = False,
+    shapes: bool = False,
+    metrics: bool = False,
     timeout: timedelta | None = None,
 ) -> StageGroups:
     """Create the groups of this rank; every rank of the job has to call it.
@@ -48,6 +56,8 @@ def create_stage_groups(
     Args:
         pp_group: The pipeline of this rank.
         tied: Whether this rank holds a weight that the first and the last stage share.
+        shapes: Whether the shapes of messages vary and are sent, too; the same on all ranks.
+        metrics: Whether router metrics go down the pipeline; the same on all ranks.
         timeout: Time after which a message that does not come is an error; None for the default.
     """
     # PyTorch derives a group's name from how many were created before, so all ranks create all
@@ -70,6 +80,13 @@ def create_stage_groups(
                 groups |= {"forward_to_next": forward, "backward_from_next": backward}
             elif rank == lower:
                 groups |= {"forward_from_previous": forward, "backward_to_previous": backward}
+            for wanted, name in ((shapes, "shapes"), (metrics, "metrics")):
+                if wanted:
+                    link = _new_group([upper, lower], f"PACI_{name.upper()}", timeout)
+                    if rank == upper:
+                        groups[f"{name}_to_next"] = link
+                    elif rank == lower:
+                        groups[f"{name}_from_previous"] = link
         if some_are_tied and len(ranks) > 1:
             gradient = _new_group([ranks[-1], ranks[0]], "PACI_TIED_GRADIENT", timeout)
             weight = _new_group([ranks[0], ranks[-1]], "PACI_TIED_WEIGHT", timeout)

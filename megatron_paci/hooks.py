@@ -7,6 +7,7 @@ calls the original.
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from datetime import timedelta
 
 import megatron.core
@@ -80,6 +81,7 @@ def _train(original, *args, **kwargs):
         result = original(*args, **kwargs)
         drain()
         if stage is not None:
+            stage.lend_tied_state()  # Megatron may save once more, after training
             stage.destroy_groups()
         return result
     except SystemExit:
@@ -114,8 +116,9 @@ def _evaluate(original, *args, **kwargs):
 
 
 def _save_checkpoint_and_time(original, *args, **kwargs):
-    drain()
-    return original(*args, **kwargs)
+    stage = installed_stage()
+    with nullcontext() if stage is None else stage.checkpoint():
+        return original(*args, **kwargs)
 
 
 TRAINING = "megatron.training.training"

@@ -8,6 +8,7 @@ as it is drained the originals work as ever.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,6 +91,14 @@ def _checkpoint_and_decide_exit(original, *args, **kwargs):
     return ends
 
 
+def _sum_router_metrics(original, tracker, metric_names, *args, **kwargs):
+    stage = installed_stage()
+    if stage is None:
+        original(tracker, metric_names, *args, **kwargs)
+    elif stage.is_last_stage:  # it has the metrics of all stages already (router_metrics.py)
+        original(tracker, metric_names, SimpleNamespace(pp=stage.alone))
+
+
 def _check_param_hashes(original, *args, **kwargs):
     drain()
     return original(*args, **kwargs)
@@ -136,6 +145,12 @@ LOOP_PATCHES = (
         _checkpoint_and_decide_exit,
         ("model", "optimizer", "opt_param_scheduler", "iteration"),
         "--exit-duration-in-mins likewise; drains before the end",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+        _sum_router_metrics,
+        ("self", "metric_names", "pg_collection"),
+        "router metrics have come along the pipeline; the last stage logs them",
     ),
     Patch(
         "megatron.core.utils:check_param_hashes_across_dp_replicas",

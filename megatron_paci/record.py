@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_paci.stage_local import optimizer_parts
+from megatron_paci.optimizers import optimizer_parts
 
 # Activations are counted in the first iterations only: a pipeline has filled by then, and later
 # iterations are timed without the cost of counting.

@@ -187,22 +187,10 @@ PACI_RULES = (
         "take --bf16",
     ),
     Rule(
-        "context and expert parallelism",
-        lambda args: any(
-            _more_than_one(name)(args)
-            for name in ("context_parallel_size", "expert_model_parallel_size")
-        ),
-        "context and expert parallelism: not supported yet",
-        "leave --context-parallel-size and --expert-model-parallel-size at 1",
-    ),
-    Rule(
-        "distributed optimizer with tied embeddings",
-        lambda args: getattr(args, "use_distributed_optimizer", False)
-        and not args.untie_embeddings_and_output_weights
-        and args.pipeline_model_parallel_size > 1,
-        "--use-distributed-optimizer with tied embeddings: the last stage would have to leave its "
-        "shards of the copy to the first stage; not supported yet",
-        "add --untie-embeddings-and-output-weights, or drop --use-distributed-optimizer",
+        "context parallelism",
+        _more_than_one("context_parallel_size"),
+        "context parallelism: not supported yet",
+        "leave --context-parallel-size at 1",
     ),
     Rule(
         "several distributed optimizer instances",
@@ -211,24 +199,29 @@ PACI_RULES = (
         "leave it at 1",
     ),
     Rule(
-        "mixture of experts, multi-token prediction",
-        _is_set("num_experts", "mtp_num_layers"),
-        "mixture of experts and multi-token prediction: their auxiliary losses and statistics are "
-        "not supported yet",
-        "drop --num-experts and --mtp-num-layers",
-    ),
-    Rule(
         "packed sequences",
         _is_set("sft", "dataloader_inter_document_masking", "hybrid_context_parallel"),
         "packed or variable-length sequences: not supported yet",
         "drop --sft, --dataloader-inter-document-masking and --hybrid-context-parallel",
     ),
     Rule(
-        "other optimizers",
-        lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd")
-        or getattr(args, "optimizer_cpu_offload", False),
-        "optimizers other than adam and sgd, and optimizer offload: not supported yet",
-        "take --optimizer adam",
+        "layer-wise distributed optimizer",
+        lambda args: getattr(args, "optimizer", "adam") == "dist_muon"
+        or (
+            getattr(args, "optimizer", "adam") not in ("adam", "sgd")
+            and getattr(args, "use_distributed_optimizer", False)
+        ),
+        "--optimizer {args.optimizer} distributed over replicas: Megatron's layer-wise distributed "
+        "optimizer reduces its statistics over all ranks, stages included",
+        "drop --use-distributed-optimizer and take muon instead of dist_muon, or take --optimizer "
+        "adam",
+    ),
+    Rule(
+        "optimizer offload",
+        _is_set("optimizer_cpu_offload"),
+        "--optimizer-cpu-offload: copies gradients and weights on streams of a GPU; not proved "
+        "here",
+        "drop --optimizer-cpu-offload",
     ),
     Rule(
         "reinforcement learning, distillation",
@@ -288,14 +281,5 @@ PACI_RULES = (
         _is_set("check_for_spiky_loss"),
         "--check-for-spiky-loss: belongs to the rerun state machine, which PACI turns off",
         "drop it",
-    ),
-    Rule(
-        "checkpoint format torch with tied embeddings",
-        lambda args: getattr(args, "ckpt_format", "torch_dist") == "torch"
-        and not args.untie_embeddings_and_output_weights
-        and args.pipeline_model_parallel_size > 1,
-        "--ckpt-format torch with tied embeddings: stores every rank's optimizer state, and the "
-        "last stage has none for its copy",
-        "take --ckpt-format torch_dist, or add --untie-embeddings-and-output-weights",
     ),
 )

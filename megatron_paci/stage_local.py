@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-
-def optimizer_parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers that a chained one consists of, or the one itself."""
-    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
+from megatron_paci.optimizers import optimizer_parts
 
 
 def stage_local_collection(

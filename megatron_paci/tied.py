@@ -1,4 +1,7 @@
-"""The tied word embedding: owned by the first stage, a copy on the last one.
+"""The shared word embedding: owned by the first stage, a copy on the last one.
+
+The last stage has one if it ties its output weights to the embedding, or for multi-token
+prediction, whose layers embed tokens again.
 
 Megatron sums the two gradients over both stages at every step and lets both update their copy. Here
 the first stage alone updates. The last stage sends it the gradient of each window; the updated
@@ -19,7 +22,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_paci.channel import Link
 from megatron_paci.groups import StageGroups
-from megatron_paci.stage_local import optimizer_parts
+from megatron_paci.optimizers import updated_by
 
 
 class TiedEmbedding:
@@ -32,6 +35,7 @@ class TiedEmbedding:
     def __init__(
         self,
         parameter: torch.nn.Parameter,
+        optimizer: Any,
         groups: StageGroups,
         config: Any,
         *,
@@ -43,28 +47,24 @@ class TiedEmbedding:
         Args:
             parameter: The weight on this stage, shape (vocabulary, hidden), with Megatron's
                 ``main_grad``.
+            optimizer: The stage's Megatron optimizer.
             groups: Communicators, created with ``tied=True``.
             config: Megatron's model configuration; copied.
             num_stages: Pipeline size.
             is_owner: True on the first stage, False on the last.
         """
         self._parameter = parameter
+        self._updated = updated_by(optimizer, parameter)
+        self._optimizer = optimizer
+        self._groups = groups
         self._is_owner = is_owner
         self._num_stages = num_stages
         self.accumulation = 1
         self._gradients = Link(groups.tied_gradient, config, dtype=parameter.main_grad.dtype)
         self._weights = Link(groups.tied_weight, config, dtype=parameter.dtype)
         self._steps = 0
+        self._weights_sent = 0
         self._weights_taken = 0
-
-    def drop_state(self, optimizer: Any) -> None:
-        """Free the copy's optimizer state, which a checkpoint may have brought.
-
-        It would stay behind the other parameters' and Megatron saves one step count for all.
-        """
-        for part in optimizer_parts(optimizer):
-            if part.optimizer is not None:
-                part.optimizer.state.pop(_updated(self._parameter), None)
 
     def expect_gradient(self) -> None:
         """Before a window's last backward: let the other stage's gradient come in meanwhile."""
@@ -85,17 +85,22 @@ class TiedEmbedding:
 
     def leave_to_owner(self) -> None:
         """Take the copy's gradient out of this stage's update."""
-        if not self._is_owner:
-            _updated(self._parameter).grad = None
+        if not self._is_owner and self._updated is not None:
+            self._updated.tensor.grad = None
 
     def stepped(self) -> None:
-        """After the update: send the weight to the copy, or get ready to receive it."""
-        if self._is_owner:
-            # A copy: the next update may come before this message was taken.
-            self._weights.send(self._steps, self._parameter.detach().clone())
-        elif not self._weights.has_posted:
-            self._weights.post_receive(tuple(self._parameter.shape))
+        """After the update: count it, and get ready to receive the weight of the owner."""
         self._steps += 1
+        if not self._is_owner and not self._weights.has_posted:
+            self._weights.post_receive(tuple(self._parameter.shape))
+
+    def weight_is_whole(self) -> None:
+        """Send the newest weight to the copy; called as soon as replicas have gathered it."""
+        if self._is_owner and self._weights_sent < self._steps:
+            # A copy: the next update may come before this message was taken.
+            self._weights.send(self._weights_sent, self._parameter.detach().clone())
+            self._weights_sent += 1
+            assert self._weights_sent == self._steps, "a version of the tied weight was not sent"
 
     @torch.no_grad()
     def take_weight(self) -> None:
@@ -103,11 +108,11 @@ class TiedEmbedding:
         if self._is_owner:
             return
         weight = self._weights.take()
-        main = _updated(self._parameter)
-        with torch.autograd._unsafe_preserve_version_counter((self._parameter, main)):
+        tensors = (self._parameter, *([self._updated.tensor] if self._updated else []))
+        with torch.autograd._unsafe_preserve_version_counter(tensors):
             self._parameter.copy_(weight)
-            if main is not self._parameter:  # mixed precision copies this one over the other
-                main.copy_(weight)
+            if self._updated is not None:  # an update copies this one over the other
+                self._updated.set(weight)
         self._gradients.release_sent(self._weights_taken)
         self._weights_taken += 1
         if self._weights_taken < self._steps:
@@ -120,18 +125,72 @@ class TiedEmbedding:
         self._gradients.finish()
         self._weights.finish()
 
+    def drop_state(self) -> None:
+        """Free the optimizer state of the copy, which a checkpoint may have brought."""
+        if not self._is_owner and self._updated is not None:
+            self._updated.drop_state()
+
+    def lend_state(self) -> None:
+        """Give the copy the optimizer state of its owner, for a checkpoint like Megatron's own.
+
+        Both ends have to call it, after a drain.
+        """
+        group = self._groups.tied_weight
+        owner = torch.distributed.get_process_group_ranks(group)[0]
+        state = self._updated.state if self._is_owner and self._updated else {}
+        parts = [
+            {
+                name: (tuple(value.shape), value.dtype) if torch.is_tensor(value) else value
+                for name, value in state.items()
+            }
+        ]
+        torch.distributed.broadcast_object_list(parts, src=owner, group=group)
+        lent = {}
+        for name, part in parts[0].items():
+            value = state.get(name, part)
+            if isinstance(part, tuple):
+                shape, dtype = part
+                if not self._is_owner:
+                    value = torch.empty(shape, dtype=dtype, device=self._parameter.device)
+                torch.distributed.broadcast(value, src=owner, group=group)
+            lent[name] = value
+        if not self._is_owner and lent:
+            # Megatron stores one step count for all parameters of a stage, and after a partial
+            # update the stages' counts differ.
+            steps = [each["step"] for each in self._updated.part.optimizer.state.values()
+                     if "step" in each]
+            if steps and "step" in lent:
+                lent["step"] = steps[0].clone()
+            self._updated.set_state(lent)
+
 
 def tied_parameter(model: torch.nn.Module) -> torch.nn.Parameter | None:
-    """Return the weight that this stage shares with another one, or None."""
+    """Return the weight that this stage shares with another one, or None.
+
+    Raises:
+        ValueError: A stage between the first and the last one holds a copy.
+    """
     language_model = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-    if not getattr(language_model, "share_embeddings_and_output_weights", False):
+    weight = getattr(language_model, "shared_embedding_or_output_weight", lambda: None)()
+    if not getattr(weight, "shared_embedding", False):
         return None
     if not (language_model.pre_process or language_model.post_process):
-        return None
-    return language_model.shared_embedding_or_output_weight()
+        raise ValueError(
+            "a stage between the first and the last one holds a copy of the word embedding; PACI "
+            "keeps one on the last stage alone: place multi-token prediction there"
+        )
+    return weight
 
 
-def _updated(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the tensor the optimizer updates: the fp32 main copy in mixed precision."""
-    main = getattr(parameter, "main_param", None)
-    return parameter if main is None else main
+def has_unused_output_weight(model: torch.nn.Module) -> bool:
+    """Whether this stage holds an output weight that no forward uses.
+
+    Megatron allocates one where multi-token prediction brings the embedding to the last stage and
+    the output is tied to it.
+    """
+    language_model = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    return (
+        getattr(language_model, "mtp_process", False)
+        and language_model.share_embeddings_and_output_weights
+        and not language_model.pre_process
+    )

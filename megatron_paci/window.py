@@ -19,9 +19,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_paci.exit_request import ExitRequest
+from megatron_paci.optimizers import optimizer_parts
 from megatron_paci.report import Ledger, Report
 from megatron_paci.schedule import StageSchedule
-from megatron_paci.stage_local import optimizer_parts
 from megatron_paci.tied import TiedEmbedding
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class MegatronWindow:
         exit_request: ExitRequest,
         take_num_tokens: Callable[[], int],
         tied: TiedEmbedding | None = None,
+        has_unused_weights: bool = False,
         abort_on_nonfinite: bool = False,
     ):
         """Keep references; nothing is changed yet.
@@ -68,6 +69,8 @@ class MegatronWindow:
             take_num_tokens: Returns the loss tokens forwarded since it was called last; asked on
                 the last stage only.
             tied: The tied word embedding, None if this stage holds no copy of one.
+            has_unused_weights: Whether a weight never gets a gradient. Megatron overlaps reductions
+                with the backward only if all do; else they start after it.
             abort_on_nonfinite: Raise instead of skipping a window.
         """
         self._model = model
@@ -81,6 +84,7 @@ class MegatronWindow:
         self._exit_request = exit_request
         self._take_num_tokens = take_num_tokens
         self._tied = tied
+        self._has_unused_weights = has_unused_weights
         self._abort_on_nonfinite = abort_on_nonfinite
         self._parameters = tuple(model.parameters())
         self._no_sync: AbstractContextManager | None = None
@@ -107,10 +111,10 @@ class MegatronWindow:
             self._model.zero_grad_buffer()
             self._optimizer.zero_grad()
             self._open = True
-        if last:
+        if last and self._tied is not None:
+            self._tied.expect_gradient()
+        if last and not self._has_unused_weights:
             self._allow_reduction()
-            if self._tied is not None:
-                self._tied.expect_gradient()
         elif self._no_sync is None and self._config.no_sync_func is not None:
             self._no_sync = self._config.no_sync_func()
             self._no_sync.__enter__()
@@ -122,10 +126,11 @@ class MegatronWindow:
         """
         if self._gathers_late and not self._gathered:
             self._model.start_param_sync(force_sync=True)
-            self._gathered = True
+        self._weights_are_whole()
 
     def close(self, window: int, later: Report | None) -> Report:
         """Complete the gradients of the window; return the report over this and later stages."""
+        self._allow_reduction()
         self._config.finalize_model_grads_func(
             [self._model], None, pg_collection=self._pg_collection
         )
@@ -170,13 +175,15 @@ class MegatronWindow:
             with torch.autograd._unsafe_preserve_version_counter(self._parameters):
                 self._optimizer.step_with_ready_grads()
             self._gathered = False
-            if not self._forwards_gather:
-                self.gather_weights()
         # By samples consumed, not by steps that succeeded: else stages would part.
         if self._scheduler is not None:
             self._scheduler.step(increment=self._accumulation * self.samples_per_microbatch)
         if self._tied is not None:
             self._tied.stepped()
+        if not self._gathers_late:
+            self._weights_are_whole()
+        elif not self._forwards_gather:
+            self.gather_weights()
         self._open = False
 
     def hear(self, earlier: Report | None) -> None:
@@ -190,6 +197,7 @@ class MegatronWindow:
 
     def tell(self, window: int) -> Report:
         """Return the report of ``window`` over this and earlier stages."""
+        self._weights_are_whole()  # by the forward that this report goes behind
         return replace(self.ledger.tell(window), requests=self._exit_request.announce())
 
     def settle(self) -> None:
@@ -199,6 +207,7 @@ class MegatronWindow:
         some stage has skipped, wishes to end training, and the fp16 scale for the checkpoint.
         """
         if self._tied is not None:
+            self.gather_weights()
             self._tied.settle()
         own = {
             "reports": self.ledger.outstanding(),
@@ -233,6 +242,11 @@ class MegatronWindow:
     def _forwards_gather(self) -> bool:
         """Whether forwards wait for gathered weights; Megatron turns that off now and then."""
         return bool(getattr(self._model, "remove_forward_pre_hook_handles", None))
+
+    def _weights_are_whole(self) -> None:
+        self._gathered = True
+        if self._tied is not None:
+            self._tied.weight_is_whole()
 
     def _clip(self) -> None:
         max_norm = self._optimizer.config.clip_grad

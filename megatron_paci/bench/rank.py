@@ -70,10 +70,14 @@ def measure(run: dict[str, Any]) -> dict[str, Any]:
 def tear_down() -> None:
     """Forget Megatron's global state, so that the next run starts as a process would."""
     import torch
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
 
     torch.distributed.barrier()
     training.destroy_global_state()
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker = {}
     torch.distributed.destroy_process_group()
 
 

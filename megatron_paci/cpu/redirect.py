@@ -104,6 +104,31 @@ def without_device_id(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def on_one_gloo_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the maker of gloo groups: all share one transport, and with it one polling thread.
+
+    Each group has its own otherwise, which wakes a hundred times a second; a Megatron job has
+    dozens of groups per rank, and a process that runs one job after another has ever more.
+    """
+    device = None
+
+    @functools.wraps(original)
+    def make(options: Any, backend_options: Any) -> Any:
+        nonlocal device
+        device = device or torch.distributed.ProcessGroupGloo.create_default_device()
+        own = torch.distributed.ProcessGroupGloo._Options()
+        own._devices, own._timeout = [device], options.timeout
+        own.enable_reconfigure = options.enable_reconfigure
+        group = torch.distributed.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, own
+        )
+        group.options.global_ranks_in_group = options.global_ranks_in_group
+        group.options.group_name = options.group_id
+        return group
+
+    return make
+
+
 def list_splits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``all_to_all_single``, whose split sizes have to be lists.
 

@@ -126,6 +126,12 @@ def table(current: s.CurrentDevice) -> list[Row]:
             wrap(r.list_splits),
             "split sizes of the expert dispatcher",
         ),
+        Row(
+            "torch.distributed.distributed_c10d",
+            those_that_exist("_create_gloo_process_group", torch.distributed.distributed_c10d),
+            wrap(r.on_one_gloo_loop),
+            "idle groups would take a good part of the CPU",
+        ),
         # What is left leads into the driver: fail with a name.
         Row(cuda, "_lazy_init cudart", missing_name, "every first use of CUDA passes here"),
         Row(
@@ -168,9 +174,9 @@ def factories() -> str:
     return " ".join(n for n in sorted(names) if getattr(torch, n, None) in _device_constructors())
 
 
-def those_that_exist(names: str) -> str:
-    """The names that this torch has under torch.cuda: what is not there needs no guard."""
-    return " ".join(name for name in names.split() if hasattr(torch.cuda, name))
+def those_that_exist(names: str, owner: Any = torch.cuda) -> str:
+    """The names that this torch has in ``owner``: what is not there needs no row."""
+    return " ".join(name for name in names.split() if hasattr(owner, name))
 
 
 # They do not touch the driver, and torch asks them on a CPU too.

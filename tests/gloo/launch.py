@@ -6,6 +6,7 @@ rank prints what it was doing last and where, then all of them are killed.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from megatron_paci.bench.ranks import RankError, run_ranks
@@ -36,7 +37,8 @@ def launch(
     Args:
         scenarios: Name to the parameters of ``worker.run_scenario``.
         folder: Receives outputs and results.
-        seconds: Limit for the whole launch.
+        seconds: Limit for the whole launch, times the environment's TEST_TIME_FACTOR (a number,
+            for slow or busy machines).
 
     Returns:
         Name to one result per rank, in rank order.
@@ -44,6 +46,7 @@ def launch(
     Raises:
         RankError: A rank failed or the time is up. All processes are gone then.
     """
+    seconds *= float(os.environ.get("TEST_TIME_FACTOR", "1"))
     runs = [{"name": name, "seconds": seconds, **each} for name, each in scenarios.items()]
     # The workers speak up by themselves, a little before they would be killed.
     results = run_ranks(num_ranks, runs, folder, seconds=seconds + 10, program=[str(WORKER)])

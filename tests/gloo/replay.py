@@ -74,7 +74,8 @@ class ReplayStage:
         self.window_tokens: list[int] = []
         self.skips: list[bool] = []
         self.tied = None
-        if module.share_embeddings_and_output_weights and (index == 0 or self.is_last):
+        shares = module.share_embeddings_and_output_weights or self.config.mtp_num_layers
+        if shares and (index == 0 or self.is_last):
             self.tied = module.shared_embedding_or_output_weight()
             self.tied_gradients: list[torch.Tensor] = []
             self.tied_versions = [self.tied.detach().clone()]

@@ -24,6 +24,10 @@ SETUPS = {
     "sharded-overlaps-bf16": (
         f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --bf16", TINY_GPT
     ),
+    "sharded-tied": (SHARDED, TIED),
+    "sharded-tied-overlaps-bf16": (
+        f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --bf16", TIED
+    ),
 }
 # Gathering late or early, reducing late or early: the same numbers.
 SAME = [("sharded", "sharded-overlap"), ("sharded", "sharded-overlaps"), ("dp", "dp-overlap")]
@@ -45,7 +49,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", SETUPS)
 def test_4_drained_every_window_equals_1f1b(ranks, name):
     for stock, paci in zip(ranks[f"stock-{name}"], ranks[f"paci-{name}"], strict=True):
-        for key in ("losses", "evaluations", "weights", "learning_rate"):
+        for key in ("losses", "evaluations", "weights", "optimizer", "learning_rate"):
             assert paci[key] == stock[key]
 
 

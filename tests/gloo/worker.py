@@ -96,11 +96,14 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         hang: On ``rank`` stop for good at ``action``; the time of all is up ``seconds`` later.
     """
     import torch
+    from megatron.training import get_args
 
     from megatron_paci.build import installed_stage
     from megatron_paci.patching import Patch, PatchSet
 
-    seen: dict = {"actions": [], "losses": [], "evaluations": [], "grad_norms": []}
+    seen: dict = {
+        "actions": [], "losses": [], "evaluations": [], "grad_norms": [], "router_metrics": []
+    }
     delays = random.Random(RANK)
 
     def observe(engine, action):
@@ -121,9 +124,9 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
             return replay_training(seen, args, **replay)
         result = original(*args, **kwargs)
         seen["weights"] = digest(model.parameters())
+        seen["buffers"] = digest(model.module.buffers())
         seen["optimizer"] = digest(optimizer_tensors(optimizer))
         seen["learning_rate"] = optimizer.param_groups[0]["lr"]
-        seen["bytes"] = live_storage_bytes()
         seen["loss_scale"] = optimizer.get_loss_scale().item()
         seen["finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
         return result
@@ -140,6 +143,8 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         result = original(*args, **kwargs)
         seen["grad_norms"].append(result[5] if result[5] is None else float(result[5]))
         seen["losses"].append({name: float(value) for name, value in result[0].items()})
+        if len(seen["losses"]) == get_args().train_iters:  # PACI has drained, nothing else yet
+            seen["bytes"] = live_storage_bytes()
         return result
 
     def probe_evaluate(original, *args, **kwargs):
@@ -147,12 +152,19 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         seen["evaluations"].append({name: float(value) for name, value in result[0].items()})
         return result
 
+    def probe_metrics(original, *args, **kwargs):
+        result = original(*args, **kwargs)
+        seen["router_metrics"].append({name: float(value) for name, value in result.items()})
+        return result
+
     training = "megatron.training.training"
+    tracker = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
     probes = PatchSet(
         (
             Patch(f"{training}:train", probe_train, (), "probe"),
             Patch(f"{training}:train_step", probe_step, (), "probe"),
             Patch(f"{training}:evaluate", probe_evaluate, (), "probe"),
+            Patch(f"{tracker}._aggregate", probe_metrics, (), "probe"),
         )
     )
     path = ROOT / script

@@ -53,6 +53,8 @@ def parse():
         PACI + "--paci-accum 8 --bf16",
         PACI.replace("--untie-embeddings-and-output-weights", "--fp16 --calculate-per-token-loss"),
         PACI + "--cuda-graph-impl none",
+        PACI.replace("--untie-embeddings-and-output-weights", "--use-distributed-optimizer"),
+        PACI.replace("--untie-embeddings-and-output-weights", "--ckpt-format torch"),
         PACI + "--pipeline-model-parallel-layout Et|tttL",
     ],
 )
@@ -125,14 +127,6 @@ def test_what_paci_cannot_do_is_refused_with_reason_and_remedy(parse, flags, wor
         check(parse(BASE + flags))  # Megatron's own schedules keep it
 
 
-def test_the_distributed_optimizer_needs_untied_embeddings(parse):
-    flags = PACI + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-    check(parse(flags, 4))
-    tied = flags.replace("--untie-embeddings-and-output-weights ", "")
-    assert_refused(parse(tied, 4), ["tied embeddings", "add --untie"])
-    check(parse(tied.replace("parallel-size 2", "parallel-size 1"), 4))
-
-
 @pytest.mark.parametrize(
     "flags, world_size, words",
     [
@@ -149,12 +143,6 @@ def test_all_that_is_wrong_is_said_at_once(parse):
                         "--num-virtual-stages-per-pipeline-rank 2 --log-params-norm")
     assert len(violations(args)) == 5
     assert_refused(args, ["3", "mixture", "CUDA graphs", "virtual", "--log-params-norm"])
-
-
-def test_the_torch_checkpoint_format_needs_untied_embeddings(parse):
-    check(parse(PACI + "--ckpt-format torch"))
-    tied = PACI.replace("--untie-embeddings-and-output-weights", "--ckpt-format torch")
-    assert_refused(parse(tied), ["take --ckpt-format torch_dist"])
 
 
 def test_a_batch_size_schedule_has_to_fit_at_every_step(parse):

@@ -1,0 +1,104 @@
+"""Features of a model or a run that a user combines with the schedule; compared to the last bit.
+
+Drained after every window, PACI equals Megatron's own 1F1B with the same flags; the stream equals
+the replay (replay.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gloo.launch import flags, launch
+
+EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+TWO = {
+    "recompute-uniform": f"{DROPOUT} {RECOMPUTE} uniform",
+    "recompute-block": f"{DROPOUT} {RECOMPUTE} block",
+    "recompute-selective": f"{DROPOUT} --recompute-granularity selective --recompute-modules "
+    "core_attn mlp",
+    "llama": "--position-embedding-type rope --swiglu --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --normalization RMSNorm --ffn-hidden-size 96",
+    "decoupled-lr": "--decoupled-lr 3e-2 --decoupled-min-lr 1e-3 --min-lr 1e-4",
+    "schedules": "--lr-decay-style WSD --lr-wsd-decay-iters 2 --start-weight-decay 0.01 "
+    "--end-weight-decay 0.2 --weight-decay-incr-style cosine",
+    "decreased-batch": "--global-batch-size 15 --decrease-batch-size-if-needed",
+}
+FOUR = {
+    "accounted": "--num-layers 6 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split",
+    "layout": "--num-layers 6 --pipeline-model-parallel-layout Ett|t|tt|tL",
+    "first-without-layers": "--pipeline-model-parallel-layout E|tt|t|tL",
+    "last-without-layers": "--pipeline-model-parallel-layout Et|tt|t|L",
+}
+REPLAYED = ("recompute-block", "recompute-selective", "decoupled-lr", "schedules")
+
+
+def pairs(num_stages: int, variants: dict[str, str]) -> dict[str, dict]:
+    scenarios = {}
+    for name, extra in variants.items():
+        command = flags(num_stages, f"{EVERY} {extra}")
+        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
+        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+    return scenarios
+
+
+def streams(folder) -> dict[str, dict]:
+    return {
+        f"stream-{name}": {
+            "arguments": flags(
+                2, f"--clip-grad 0.3 --pipeline-schedule paci --paci-accum 2 {TWO[name]}"
+            ),
+            "save_initial": str(folder / name),
+        }
+        for name in REPLAYED
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("features")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return launch(2, pairs(2, TWO) | streams(folder), folder / "two", seconds=300)
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return launch(4, pairs(4, FOUR), folder / "four", seconds=300)
+
+
+@pytest.fixture(scope="module")
+def one(folder, two):
+    scenarios = {
+        name: {
+            "arguments": flags(1, f"--clip-grad 0.3 {TWO[name]}"),
+            "replay": {"num_stages": 2, "accumulation": 2, "initial": str(folder / name)},
+        }
+        for name in REPLAYED
+    }
+    return launch(1, scenarios, folder / "one", seconds=300)
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_4_drained_every_window_equals_1f1b(two, four, name):
+    runs = two if name in TWO else four
+    for stock, paci in zip(runs[f"stock-{name}"], runs[f"paci-{name}"], strict=True):
+        for key in ("losses", "evaluations", "weights", "optimizer", "learning_rate"):
+            assert paci[key] == stock[key], key
+    assert runs[f"paci-{name}"][0]["actions"]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_5_a_stream_equals_its_replay(two, one, name):
+    ranks, replay = two[f"stream-{name}"], one[name][0]
+    assert ranks[-1]["losses"] == replay["losses"] and len(replay["losses"]) == 4
+    assert [rank["weights"] for rank in ranks] == replay["weights"]
+
+
+def test_recomputing_at_once_changes_nothing(two):
+    """Drained, a recomputed activation is what it was, dropout included."""
+    assert two["paci-recompute-uniform"][0]["weights"] == two["paci-recompute-block"][0]["weights"]

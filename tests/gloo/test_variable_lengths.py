@@ -1,0 +1,72 @@
+"""Messages of different shapes (CASE 13: one that does not fit is an error, never cut)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gloo.launch import TINY_GPT, flags, launch
+
+TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
+EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
+SCRIPT = "tests/gloo/variable_gpt.py"
+STREAMS = {"a2": (2, TINY_GPT), "a8": (8, TIED)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("variable")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def runs(request, folder):
+    num_stages = request.param
+    command = flags(num_stages, EVERY)
+    scenarios = {
+        "stock": {"arguments": command, "plugin": False},
+        "paci": {"arguments": [*command, "--pipeline-schedule", "paci"]},
+    }
+    for name, (accumulation, base) in STREAMS.items():
+        scenarios[name] = {
+            "arguments": flags(
+                num_stages,
+                f"--clip-grad 0.3 --pipeline-schedule paci --paci-accum {accumulation}",
+                base,
+            ),
+            "save_initial": str(folder / f"{name}-{num_stages}"),
+        }
+    for scenario in scenarios.values():
+        scenario["script"] = SCRIPT
+    return num_stages, launch(num_stages, scenarios, folder / str(num_stages), seconds=200)
+
+
+@pytest.fixture(scope="module")
+def replays(runs, folder):
+    num_stages, _ = runs
+    scenarios = {
+        name: {
+            "arguments": flags(1, "--clip-grad 0.3", base),
+            "script": SCRIPT,
+            "replay": {
+                "num_stages": num_stages,
+                "accumulation": accumulation,
+                "initial": str(folder / f"{name}-{num_stages}"),
+            },
+        }
+        for name, (accumulation, base) in STREAMS.items()
+    }
+    return launch(1, scenarios, folder / f"one-{num_stages}", seconds=200)
+
+
+def test_4_drained_every_window_equals_1f1b(runs):
+    _, found = runs
+    for stock, paci in zip(found["stock"], found["paci"], strict=True):
+        for key in ("losses", "evaluations", "weights", "optimizer"):
+            assert paci[key] == stock[key]
+
+
+def test_5_a_stream_equals_its_replay(runs, replays):
+    _, found = runs
+    for name in STREAMS:
+        replay = replays[name][0]
+        assert found[name][-1]["losses"] == replay["losses"] and len(replay["losses"]) == 4
+        assert [rank["weights"] for rank in found[name]] == replay["weights"]

@@ -1,0 +1,39 @@
+"""examples/pretrain_gpt.py with microbatches of different lengths.
+
+Megatron has no flag for them, only a field of the model's configuration.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from examples import pretrain_gpt
+
+gpt_config_from_args, forward_step = pretrain_gpt.gpt_config_from_args, pretrain_gpt.forward_step
+
+
+def variable_config(args):
+    config = gpt_config_from_args(args)
+    config.transformer.variable_seq_lengths = True
+    return config
+
+
+def shortened(data_iterator):
+    """Yield each sample cut to a quarter, a half, three quarters or all of its length."""
+    while True:
+        item = next(data_iterator)
+        quarter = item["tokens"].shape[1] // 4
+        length = quarter * (1 + int(item["tokens"].sum()) % 4)
+        yield {name: values[:, :length].contiguous() for name, values in item.items()}
+
+
+def variable_forward_step(data_iterator, model):
+    return forward_step(data_iterator and shortened(data_iterator), model)
+
+
+if __name__ == "__main__":
+    # Undone: the process of a test runs this script several times.
+    with mock.patch.multiple(
+        pretrain_gpt, gpt_config_from_args=variable_config, forward_step=variable_forward_step
+    ):
+        pretrain_gpt.main()
