@@ -6,7 +6,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test corpus lock clean distclean
+.PHONY: help setup demo test canary corpus lock clean distclean
 
 # Any Python from 3.6 on can run the scripts in tools/; the first that really starts does.
 define run-tool
@@ -30,6 +30,9 @@ demo: setup  ## train a small model with PACI on this machine's CPUs
 
 test: setup  ## run the tests
 	@.venv/bin/python -m pytest $(ARGS)
+
+canary: setup  ## run the tests on another Megatron-Core: VERSION=0.18.2 or MEGATRON_LM=<checkout>
+	@.venv/bin/python tools/canary.py --version "$(VERSION)" --megatron-lm "$(MEGATRON_LM)" -- $(ARGS)
 
 corpus: setup  ## build a training corpus from Python's standard library in out/corpus
 	@.venv/bin/python examples/prepare_corpus.py $(ARGS)

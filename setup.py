@@ -29,10 +29,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_paci", "megatron_paci.*"]),
-    # Exactly the Megatron-Core whose functions the hooks wrap; the exact versions of everything,
-    # as tested together, are in requirements.lock.
+    # The releases of Megatron-Core between the oldest and the newest that the hooks were tried on
+    # (megatron_paci/compatibility.py); the exact versions of everything, as tested together, are in
+    # requirements.lock. `make canary` tries another one.
     install_requires=[
-        "megatron-core[training]==0.19.2",
+        "megatron-core[training]>=0.18.2,<0.20",
         "torch>=2.12",
         "sentencepiece>=0.2",
         "numpy>=1.26",

@@ -1,7 +1,7 @@
 """A short launch script: pre-trains a GPT with megatron.training and Megatron's usual flags.
 
 The megatron-core wheel has the training loop but no script to start it; this is one, for those who
-have no Megatron-LM checkout at hand. It knows nothing of PACI::
+have no Megatron-LM checkout at hand. It knows nothing of the schedule::
 
     torchrun --nproc-per-node 2 -m megatron_paci run --device cpu examples/pretrain_gpt.py \\
         --pipeline-model-parallel-size 2 <model and data flags> \\
@@ -20,12 +20,13 @@ from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
+
+from megatron_paci.gpt import pretrain_arguments
 
 FIELDS = ("tokens", "position_ids", "labels", "loss_mask")
 
@@ -116,12 +117,11 @@ def main() -> None:
             "examples/pretrain_gpt.py does not split sequences over ranks; with "
             "--context-parallel-size take Megatron-LM's own pretrain_gpt.py"
         )
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(
-        container,
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
+        **pretrain_arguments(args),
+        train_valid_test_dataset_provider=datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
         get_embedding_ranks=embedding_ranks,
     )
 

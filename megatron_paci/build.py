@@ -69,7 +69,7 @@ class MegatronStage:
         self.config = schedules.get_model_config(self.model)
         self._message_shape: tuple[int, ...] = ()
         self._num_microbatches: int | None = None
-        self._collection = pg_collection or schedules._build_default_pg_collection()
+        self._collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pipeline = self._collection.pp
         schedule = StageSchedule(pipeline.rank(), pipeline.size(), accumulation)
         is_first = schedule.stage == 0

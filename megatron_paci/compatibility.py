@@ -11,7 +11,7 @@ from megatron_paci.rules import PACI_RULES, SELECTION_RULES, divisors, microbatc
 
 logger = logging.getLogger(__name__)
 
-TRIED_MEGATRON_VERSIONS = ("0.19.2",)
+TRIED_MEGATRON_VERSIONS = ("0.18.2", "0.19.2")
 
 
 class ConfigurationError(ValueError):

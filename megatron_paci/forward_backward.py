@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_paci.build import installed_stage
 
@@ -111,7 +112,7 @@ def _only(item: Any) -> Any:
 
 def _megatron_schedule(model: Any, pg_collection: Any) -> Callable:
     """Return the schedule Megatron takes for one model chunk per rank."""
-    pipeline = (pg_collection or schedules._build_default_pg_collection()).pp
+    pipeline = (pg_collection or ProcessGroupCollection.use_mpu_process_groups()).pp
     if pipeline.size() > 1:
         return schedules.forward_backward_pipelining_without_interleaving
     return schedules.forward_backward_no_pipelining

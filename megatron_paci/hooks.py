@@ -184,8 +184,16 @@ PATCHES = PatchSet(
 def install() -> None:
     """Install all hooks; see ``megatron_paci.install``."""
     if not PATCHES.installed:
-        compatibility.warn_untried_version(megatron.core.__version__)
         PATCHES.install()
+        compatibility.warn_untried_version(megatron_version())
+
+
+def megatron_version() -> str:
+    """Return the release of Megatron-Core, without the commit that Megatron adds to it.
+
+    It adds that of any git checkout its files lie in, also if that is only around a ``.venv``.
+    """
+    return megatron.core.__version__.partition("+")[0]
 
 
 def uninstall() -> None:

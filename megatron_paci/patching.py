@@ -50,6 +50,16 @@ class PatchSet:
         """Whether the patches are in place."""
         return bool(self._replaced)
 
+    def problems(self) -> list[str]:
+        """Return one line per patch that does not fit the host framework; changes nothing."""
+        problems = []
+        for patch in self.patches:
+            try:
+                _resolve(patch)
+            except PatchError as error:
+                problems.append(f"- {patch.target}: {error}")
+        return problems
+
     def install(self) -> None:
         """Put every wrapper in place.
 
@@ -59,15 +69,9 @@ class PatchSet:
         """
         if self.installed:
             raise PatchError("the patches are installed already")
-        problems: list[str] = []
-        replaced = []
-        for patch in self.patches:
-            try:
-                replaced.append(_resolve(patch))
-            except PatchError as error:
-                problems.append(f"- {patch.target}: {error}")
-        if problems:
+        if problems := self.problems():
             raise PatchError("cannot patch this version:\n" + "\n".join(problems))
+        replaced = [_resolve(patch) for patch in self.patches]
         _swap((item.owner, item.name, item.original, item.wrapped) for item in replaced)
         self._replaced = replaced
 

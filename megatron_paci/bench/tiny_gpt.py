@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+
+from megatron_paci.gpt import pretrain_arguments
 
 
 class RandomTokens(torch.utils.data.Dataset):
@@ -69,10 +70,10 @@ def main() -> None:
     """Parse the flags and train."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
+        **pretrain_arguments(args),
+        train_valid_test_dataset_provider=datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
         get_embedding_ranks=embedding_ranks,
     )
 

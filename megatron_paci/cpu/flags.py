@@ -1,6 +1,6 @@
 """The command-line flags of Megatron-LM that a machine without a GPU needs.
 
-Pure: no torch, no Megatron. Tried with Megatron-Core 0.19.
+Pure: no torch, no Megatron. Tried with Megatron-Core 0.18 and 0.19.
 """
 
 from __future__ import annotations

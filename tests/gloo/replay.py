@@ -1,4 +1,4 @@
-"""An oracle: the whole pipeline replayed in one process, written without the plugin's code.
+"""An oracle: the whole pipeline replayed in one process, without the code of the schedule.
 
 It knows only the definition: a stage forwards while fewer than N - i of its microbatches wait for
 their backward, else takes the oldest backward, and steps after every ``accumulation`` of them; and
@@ -39,18 +39,18 @@ class ReplayStage:
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training import get_args, training
-        from megatron.training.argument_utils import gpt_config_from_args
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        from megatron_paci.gpt import build_gpt
 
         args = get_args()
-        model_config = gpt_config_from_args(args)
-        self.config = model_config.transformer
+        self.config = core_transformer_config_from_args(args)
         self.config.pipeline_model_parallel_size = num_stages
         self.config.pipeline_dtype = torch.float32
         collection = copy.copy(ProcessGroupCollection.use_mpu_process_groups())
         collection.pp = FakePipelineGroup(index, num_stages)
-        builder = model_config.get_builder_cls()(model_config)
-        module = builder.build_model(
-            collection, pre_process=index == 0, post_process=index == num_stages - 1
+        module = build_gpt(
+            index == 0, index == num_stages - 1, config=self.config, pg_collection=collection
         )
         self.model = DistributedDataParallel(
             self.config, training.get_megatron_ddp_config(args), module

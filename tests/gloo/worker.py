@@ -237,12 +237,15 @@ def run_scenario(scenario: dict) -> dict:
 
 @contextlib.contextmanager
 def megatron_wheel_helpers(hooked: bool):
-    """Spare a run without hooks the make call that fails in the wheel (data_helpers.py)."""
+    """Give a run without hooks the built helper, and spare it the make call (data_helpers.py)."""
     if hooked:
         yield
         return
     from megatron.core.datasets import utils
 
+    from megatron_paci.data_helpers import ensure_helpers
+
+    ensure_helpers(build=lambda: None)
     original, utils.compile_helpers = utils.compile_helpers, lambda: None
     yield
     utils.compile_helpers = original

@@ -105,9 +105,37 @@ def test_the_train_step_has_megatrons_signature():
 
     from megatron_paci.train_step import paci_train_step
 
-    assert list(inspect.signature(paci_train_step).parameters) == list(
-        inspect.signature(training.train_step).parameters
-    )
+    # Newer versions have only added parameters at the end, all with a default.
+    ours = list(inspect.signature(paci_train_step).parameters.values())
+    theirs = list(inspect.signature(training.train_step).parameters.values())
+    assert [parameter.name for parameter in ours[: len(theirs)]] == [p.name for p in theirs]
+    assert all(parameter.default is None for parameter in ours[len(theirs):])
+
+
+def test_every_hook_fits_and_trying_them_changes_nothing():
+    from megatron.training import training
+
+    from megatron_paci import hooks
+
+    before = training.train_step
+    assert hooks.PATCHES.problems() == []
+    assert training.train_step is before and not hooks.PATCHES.installed
+
+
+@pytest.mark.parametrize(
+    "version, warns", [("0.18.2+478318e", False), ("0.19.2", False), ("0.20.0+478318e", True)]
+)
+def test_only_the_release_decides_whether_a_version_is_tried(version, warns, monkeypatch, caplog):
+    """Megatron adds the commit of the git checkout that its files lie in, be it a stranger's."""
+    import megatron.core
+
+    import megatron_paci
+
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    megatron_paci.install()
+    megatron_paci.uninstall()
+    assert ("this is 0.20.0;" in caplog.text) is warns
+    assert ("was tried with" in caplog.text) is warns
 
 
 def test_the_schedule_without_a_stage_says_what_to_do():

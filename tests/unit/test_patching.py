@@ -73,6 +73,9 @@ def test_one_bad_target_keeps_all_of_them_out(host, bad, message):
 
 
 def test_all_problems_are_listed_at_once(host):
+    wrong = PatchSet([DOUBLE, Patch("host_framework:gone", double, (), "")])
+    assert wrong.problems() == ["- host_framework:gone: there is no such function"]
+    assert PatchSet([DOUBLE]).problems() == []
     with pytest.raises(PatchError) as caught:
         PatchSet(
             [
