@@ -22,6 +22,17 @@ from megatron_paci.simulate import simulate, utilization  # noqa: E402
 STAGES = (2, 4, 8)
 MICROBATCHES = (1, 2, 4, 8, 16)
 LATENCIES = ("0", "1/20")  # in forwards
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+# Together with other parallelism, four stages and four microbatches: name, in words, parameters.
+OTHERS = (
+    ("dp", "2 replicas", {"replicas": 2}),
+    ("tp", "tensor parallel 2", {"tensor": 2}),
+    (
+        "sharded",
+        f"2 replicas, `{SHARDED}`, untied embeddings",
+        {"replicas": 2, "tied_embeddings": False, "megatron_args": f"--clip-grad 1.0 {SHARDED}"},
+    ),
+)
 
 
 def planned(stages: int) -> dict[str, VirtualRun]:
@@ -39,6 +50,43 @@ def planned(stages: int) -> dict[str, VirtualRun]:
                     iterations=20, megatron_args="--clip-grad 1.0",
                 )
     return runs
+
+
+def planned_others() -> dict[str, VirtualRun]:
+    """Return the runs with eight ranks in four stages, by name."""
+    defaults = {"tied_embeddings": True, "iterations": 20, "megatron_args": "--clip-grad 1.0"}
+    return {
+        f"{schedule}-{name}": VirtualRun(
+            stages=4, microbatches=4, schedule=schedule,
+            accum=4 if schedule == "paci" else None, **defaults | parameters,
+        )
+        for name, _, parameters in OTHERS
+        for schedule in ("1f1b", "paci")
+    }
+
+
+def measured(runs: dict[str, VirtualRun], folder: Path) -> dict[str, dict]:
+    """Return the results of runs with the same number of ranks; ``folder`` keeps them."""
+    missing = {n: run for n, run in runs.items() if not (folder / f"{n}.json").exists()}
+    if missing:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = measure(list(missing.values()), folder=Path(scratch), seconds=1800)
+        for name, result in zip(missing, found):
+            (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
+    return {n: json.loads((folder / f"{n}.json").read_text()) for n in runs}
+
+
+def print_others(results: dict[str, dict]) -> None:
+    """Print the table of PACI together with other parallelism."""
+    print("| four stages, four microbatches, eight ranks | 1F1B | PACI | "
+          "collectives over stages per iteration: 1F1B, PACI |")
+    print("| --- " * 4 + "|")
+    for name, words, _ in OTHERS:
+        both = [results[f"{schedule}-{name}"] for schedule in ("1f1b", "paci")]
+        busy = " | ".join(f"{min(result['utilization']):.3f}" for result in both)
+        syncs = ", ".join(f"{result['cross_stage_collectives']:g}" for result in both)
+        print(f"| {words} | {busy} | {syncs} |")
+    print()
 
 
 def with_extra_slots(stages: int, latency: float, *, per_link: int, everywhere: int) -> float:
@@ -67,14 +115,8 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     results = {}
     for stages in STAGES:
-        runs = planned(stages)
-        missing = {n: run for n, run in runs.items() if not (folder / f"{n}.json").exists()}
-        if missing:
-            with tempfile.TemporaryDirectory() as scratch:
-                found = measure(list(missing.values()), folder=Path(scratch), seconds=1800)
-            for name, result in zip(missing, found):
-                (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
-        results |= {n: json.loads((folder / f"{n}.json").read_text()) for n in runs}
+        results |= measured(planned(stages), folder)
+    others = measured(planned_others(), folder)
     print("| stages | microbatches | 1F1B | m/(m+N-1) | interleaved, v=2 | 2m/(2m+N-1) | PACI | "
           "PACI, latency 5% | collectives over stages per iteration: 1F1B, PACI |")
     print("| --- " * 9 + "|")
@@ -90,6 +132,7 @@ def main(folder: Path) -> None:
                   f"{worst('interleaved')} | {2 * m / (2 * m + n - 1):.3f} | {worst('paci')} | "
                   f"{worst('paci', '1of20')} | {syncs[0]:g}, {syncs[1]:g} |")
     print()
+    print_others(others)
     print("| stages | latency | as is | one slot more everywhere | one slot more per link |")
     print("| --- " * 5 + "|")
     for n in STAGES:

@@ -18,7 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import (
@@ -28,7 +28,7 @@ from megatron.training.utils import (
 
 from megatron_paci.gpt import pretrain_arguments
 
-FIELDS = ("tokens", "position_ids", "labels", "loss_mask")
+FIELDS = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")
 
 
 def reads_data(vp_stage: int | None = None) -> bool:
@@ -72,16 +72,16 @@ def forward_step(data_iterator, model):
         sequence), on the last stage; and the function that reduces the latter.
     """
     batch = dict.fromkeys(FIELDS)
-    attention_mask = None
     if reads_data(get_attr_wrapped_model(model, "vp_stage")):
         item = next(data_iterator)
-        batch = {field: item[field].cuda(non_blocking=True) for field in FIELDS}
-        if item.get("attention_mask") is not None:
-            attention_mask = item["attention_mask"].cuda(non_blocking=True)
+        batch |= {field: item[field].cuda(non_blocking=True) for field in FIELDS if field in item}
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        )
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        attention_mask,
+        batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
@@ -112,11 +112,6 @@ def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     if mpu.model_parallel_is_initialized():
         raise RuntimeError("run this script in a process of its own")
-    if args.context_parallel_size > 1:
-        raise ValueError(
-            "examples/pretrain_gpt.py does not split sequences over ranks; with "
-            "--context-parallel-size take Megatron-LM's own pretrain_gpt.py"
-        )
     pretrain(
         **pretrain_arguments(args),
         train_valid_test_dataset_provider=datasets,

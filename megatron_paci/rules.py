@@ -187,12 +187,6 @@ PACI_RULES = (
         "take --bf16",
     ),
     Rule(
-        "context parallelism",
-        _more_than_one("context_parallel_size"),
-        "context parallelism: not supported yet",
-        "leave --context-parallel-size at 1",
-    ),
-    Rule(
         "several distributed optimizer instances",
         _more_than_one("num_distributed_optimizer_instances"),
         "--num-distributed-optimizer-instances: not supported yet",

@@ -29,9 +29,9 @@ def add_bench_command(commands: Any) -> None:
     virtual = benchmarks.add_parser(
         "virtual",
         help="utilization, idle time and cross-stage collectives in virtual time",
-        description="Train a tiny GPT with megatron.training, one local CPU process per pipeline "
-        "stage, and time it with logical clocks: a pass costs what is given here, a message takes "
-        "its sender's time along, a collective waits for the latest of its group. The numbers are "
+        description="Train a tiny GPT with megatron.training, one local CPU process per rank, "
+        "and time it with logical clocks: a pass costs what is given here, a message takes its "
+        "sender's time along, a collective waits for the latest of its group. The numbers are "
         "exact and do not depend on the machine.",
     )
     virtual.set_defaults(run=run_virtual)
@@ -45,10 +45,11 @@ def add_bench_command(commands: Any) -> None:
             f"--{name.replace('_', '-')}", metavar=metavar, help=text + shown, **options
         )
 
-    flag("stages", "N", "pipeline stages, one process each", type=int, required=True)
+    flag("stages", "N", "pipeline stages", type=int, required=True)
     flag("microbatches", "M", "microbatches per iteration", type=int, required=True)
     flag("schedule", "{1f1b,interleaved,paci}", "pipeline schedule", required=True)
-    flag("replicas", "D", "data-parallel copies of the pipeline, one process per stage", type=int)
+    flag("replicas", "D", "data-parallel copies of the pipeline", type=int)
+    flag("tensor", "T", "tensor-parallel size; the model has 2 attention heads", type=int)
     flag("accum", "A", "paci: backward passes per optimizer step (default: M)", type=int)
     flag("chunks", "V", "interleaved: model chunks per stage", type=int)
     flag("latency", "X", "virtual time of a message between two stages")
@@ -137,6 +138,7 @@ def table(run: VirtualRun, result: dict[str, Any]) -> str:
     """Return the result as text: a line per stage, then a line per cross-stage collective."""
     accum = f", accumulation {run.accum or run.microbatches}" if run.schedule == "paci" else ""
     replicas = f", {run.replicas} replicas" if run.replicas > 1 else ""
+    tensor = f", tensor parallel {run.tensor}" if run.tensor > 1 else ""
     chunks = f", {run.chunks} chunks" if run.schedule == "interleaved" else ""
     causes = ("forward_message", "backward_message", "other_message", "collective")
     names = [cause.replace("_", " ") for cause in causes]
@@ -152,9 +154,8 @@ def table(run: VirtualRun, result: dict[str, Any]) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        f"{run.schedule}: {run.stages} stages{replicas}, {run.microbatches} microbatches"
-        f"{accum}{chunks}; "
-        "idle time per iteration by cause",
+        f"{run.schedule}: {run.stages} stages{replicas}{tensor}, {run.microbatches} microbatches"
+        f"{accum}{chunks}; idle time per iteration by cause",
         *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows),
         "cross-stage collectives per steady-state iteration: "
         f"{result['cross_stage_collectives']:g}",

@@ -64,7 +64,7 @@ def _times(timeline: Timeline) -> dict[str, Any]:
 def job_result(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Put the results of all ranks together, one entry of each list per stage.
 
-    Of several replicas of a stage the one that was least busy counts. The number of collectives is
+    Of several ranks of a stage the one that was least busy counts. The number of collectives is
     that of the rank with most of them; idle times at a call site are listed by stage.
     """
     stages: dict[int, dict[str, Any]] = {}

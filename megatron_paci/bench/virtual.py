@@ -35,6 +35,8 @@ class VirtualRun:
     schedule: str
     replicas: int = 1
     """Data-parallel copies of the pipeline."""
+    tensor: int = 1
+    """Tensor-parallel size: ranks that a stage of one copy is spread over."""
     accum: int | None = None
     """PACI: backward passes per optimizer step; None for all microbatches of an iteration."""
     chunks: int = 2
@@ -57,6 +59,11 @@ class VirtualRun:
     """Launch script to train with."""
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that take part."""
+        return self.stages * self.replicas * self.tensor
+
+    @property
     def warmup_iterations(self) -> int:
         """Iterations before the measured ones."""
         # The first backward of the first stage comes after one forward per stage.
@@ -68,6 +75,7 @@ class VirtualRun:
         rules = [
             (self.stages < 1, f"--stages {self.stages}: give 1 or more"),
             (self.replicas < 1, f"--replicas {self.replicas}: give 1 or more"),
+            (self.tensor < 1, f"--tensor {self.tensor}: give 1 or more"),
             (self.microbatches < 1, f"--microbatches {self.microbatches}: give 1 or more"),
             (
                 self.schedule not in SCHEDULES,
@@ -132,6 +140,7 @@ class VirtualRun:
         flags = TINY_FLAGS.split() + [
             "--num-layers", str(self.stages * chunks),
             "--pipeline-model-parallel-size", str(self.stages),
+            "--tensor-model-parallel-size", str(self.tensor),
             "--global-batch-size", str(self.microbatches * self.replicas),
             "--train-iters", str(self.warmup_iterations + self.iterations + LAST_ITERATIONS),
             "--pipeline-schedule", self.schedule,
@@ -165,7 +174,7 @@ class VirtualRun:
 def measure(
     runs: Sequence[VirtualRun], *, folder: Path | None = None, seconds: float = 600
 ) -> list[dict[str, Any]]:
-    """Train ``runs``, all with the same number of stages and replicas, on local CPU processes.
+    """Train ``runs``, all with the same number of ranks, on local CPU processes.
 
     Args:
         folder: Receives the outputs of the ranks; None for a temporary one.
@@ -179,14 +188,13 @@ def measure(
         ranks.RankError: A rank failed or the time is up. No process is left.
     """
     problems = [problem for run in runs for problem in run.problems()]
-    if len({(run.stages, run.replicas) for run in runs}) > 1:
-        problems.append("runs measured together need the same number of stages and replicas")
+    if len({run.num_ranks for run in runs}) > 1:
+        problems.append("runs measured together need the same number of ranks")
     if problems:
         raise ValueError("\n".join(problems))
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="megatron_paci-") as temporary:
             return measure(runs, folder=Path(temporary), seconds=seconds)
     plain = [run.for_ranks(folder / str(number)) for number, run in enumerate(runs)]
-    num_ranks = runs[0].stages * runs[0].replicas
-    results = run_ranks(num_ranks, plain, folder, seconds=seconds)
+    results = run_ranks(runs[0].num_ranks, plain, folder, seconds=seconds)
     return [job_result(ranks) for ranks in results]

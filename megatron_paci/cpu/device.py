@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 _TORCH_NORM = "megatron.core.transformer.torch_norm"
+_ATTENTION = "megatron.core.transformer.dot_product_attention"
 
 # Megatron warns when a GPU's random numbers have moved those of the CPU. Here they are the same.
 _RANDOM_LOGGER = "megatron.core.tensor_parallel.random"
@@ -40,7 +41,10 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self._swaps = Swaps()
-        self._after_import = AfterImport(_TORCH_NORM, self._replace_norm)
+        self._after_imports = (
+            AfterImport(_TORCH_NORM, self._replace_norm),
+            AfterImport(_ATTENTION, self._replace_attention),
+        )
         self._environment: dict[str, str | None] = {}
         self._new_builtins: list[int] = []
 
@@ -136,7 +140,8 @@ class CpuDevice:
                     builtins[id(new)] = builtins[id(old)]
                     self._new_builtins.append(id(new))
         self._swaps.rebind()
-        self._after_import.install()
+        for after_import in self._after_imports:
+            after_import.install()
         logging.getLogger(_RANDOM_LOGGER).addFilter(_is_not_the_random_warning)
         logger.debug("the CPU device is installed: %d names replaced", len(self._swaps))
 
@@ -144,10 +149,18 @@ class CpuDevice:
         norm = module.WrappedTorchNorm
         self._swaps.set(norm, "__new__", staticmethod(with_sequence_parallel(norm.__new__)))
 
+    def _replace_attention(self, module: ModuleType) -> None:
+        from megatron_paci.cpu.attention import with_context_parallel, with_context_parallel_init
+
+        attention = module.DotProductAttention
+        self._swaps.set(attention, "__init__", with_context_parallel_init(attention.__init__))
+        self._swaps.set(attention, "forward", with_context_parallel(attention.forward))
+
     def _undo(self) -> None:
         """Undo what of ``_install`` has been done."""
         logging.getLogger(_RANDOM_LOGGER).removeFilter(_is_not_the_random_warning)
-        self._after_import.uninstall()
+        for after_import in self._after_imports:
+            after_import.uninstall()
         self._swaps.undo()
         if self._new_builtins:
             import torch.jit._builtins

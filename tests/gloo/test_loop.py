@@ -19,10 +19,15 @@ LOGGING = (
 )
 
 
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
 def run(stages: int, microbatches: int, **parameters) -> VirtualRun:
+    defaults = {
+        "accum": microbatches, "iterations": 20, "tied_embeddings": True, "megatron_args": LOGGING,
+    }
     return VirtualRun(
-        stages=stages, microbatches=microbatches, schedule="paci", tied_embeddings=True,
-        **{"accum": microbatches, "iterations": 20, "megatron_args": LOGGING} | parameters,
+        stages=stages, microbatches=microbatches, schedule="paci", **defaults | parameters
     )
 
 
@@ -48,29 +53,30 @@ def four(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def copies(tmp_path_factory):
-    """Two stages in two replicas each."""
-    runs = {"m4": run(2, 4, replicas=2), "m4a2": run(2, 4, replicas=2, accum=2)}
-    found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("copies"), seconds=400)
-    return dict(zip(runs, found))
-
-
-@pytest.fixture(scope="module")
 def eight(tmp_path_factory):
-    runs = {"m1": run(8, 1), "m8": run(8, 8)}
+    """Eight ranks: as many stages, or four stages of two ranks each."""
+    runs = {
+        "m1": run(8, 1), "m8": run(8, 8),
+        "dp": run(4, 4, replicas=2, iterations=10),
+        "dp-a2": run(4, 4, replicas=2, accum=2, iterations=10),
+        "tp": run(4, 4, tensor=2, iterations=10),
+        "sharded": run(
+            4, 4, replicas=2, iterations=10, tied_embeddings=False,
+            megatron_args=f"{LOGGING} {SHARDED}",
+        ),
+    }
     found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("eight"), seconds=600)
     return dict(zip(runs, found))
 
 
 ALL = [("two", name) for name in ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16")]
 ALL += [("four", name) for name in ("m2", "m4", "m8a2")]
-ALL += [("eight", name) for name in ("m1", "m8")]
-ALL += [("copies", name) for name in ("m4", "m4a2")]
+ALL += [("eight", name) for name in ("m1", "m8", "dp", "dp-a2", "tp", "sharded")]
 
 
-@pytest.mark.parametrize("stages, name", ALL)
-def test_3_no_collective_over_stages_and_no_bubble(stages, name, request):
-    result = request.getfixturevalue(stages)[name]
+@pytest.mark.parametrize("ranks, name", ALL)
+def test_3_no_collective_over_stages_and_no_bubble(ranks, name, request):
+    result = request.getfixturevalue(ranks)[name]
     assert result["cross_stage_collectives"] == 0, result["call_sites"]
     assert min(result["utilization"]) >= 0.995
 

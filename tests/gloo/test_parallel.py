@@ -1,6 +1,8 @@
-"""PACI together with the other ways of splitting a model over ranks, on four ranks."""
+"""PACI together with the other ways of splitting a model over ranks, on four and eight ranks."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -10,8 +12,12 @@ EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
 TENSOR = "--tensor-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"
+OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+# As many microbatches, of as many tokens on each rank, as with two replicas. That also lets
+# Megatron's warm-up draw as many random numbers before the weights are.
+CONTEXT = "--context-parallel-size 2 --micro-batch-size 4"
 SETUPS = {
-    # name: (flags, base); with tensor parallel 2 there are two stages, else two replicas of two
+    # name: (flags, base); each of the two stages has two ranks, replicas where nothing else is said
     "tp": (TENSOR, TINY_GPT),
     "tp-tied": (TENSOR, TIED),
     "sp-bf16": (f"{TENSOR} --sequence-parallel --bf16", TINY_GPT),
@@ -20,9 +26,12 @@ SETUPS = {
     "dp-tied-bf16": ("--bf16 --accumulate-allreduce-grads-in-fp32", TIED),
     "sharded": (SHARDED, TINY_GPT),
     "sharded-overlap": (f"{SHARDED} --overlap-grad-reduce", TINY_GPT),
-    "sharded-overlaps": (f"{SHARDED} --overlap-grad-reduce --overlap-param-gather", TINY_GPT),
-    "sharded-overlaps-bf16": (
-        f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --bf16", TINY_GPT
+    "sharded-overlaps": (OVERLAPS, TINY_GPT),
+    "sharded-overlaps-bf16": (f"{OVERLAPS} --bf16", TINY_GPT),
+    "cp": (CONTEXT, TINY_GPT),
+    "cp-sharded-dropout": (
+        f"{CONTEXT} {OVERLAPS} --calculate-per-token-loss --recompute-granularity selective "
+        "--position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.1", TINY_GPT
     ),
     "sharded-tied": (SHARDED, TIED),
     "sharded-tied-overlaps-bf16": (
@@ -43,14 +52,51 @@ def ranks(tmp_path_factory):
         stream = flags(2, f"--pipeline-schedule paci --paci-accum 2 {extra}", base)
         scenarios[f"stream-{name}"] = {"arguments": stream}
     scenarios["again"] = {**scenarios["stream-sharded-overlaps"], "sleep_ms": 5}
-    return launch(4, scenarios, tmp_path_factory.mktemp("parallel"), seconds=500)
+    folder = tmp_path_factory.mktemp("parallel")
+    scenarios["attention"] = {
+        "script": "tests/gloo/attention_ranks.py", "arguments": [str(folder)]
+    }
+    found = launch(4, scenarios, folder, seconds=600)
+    found["attention"] = [
+        json.loads((folder / f"attention.rank{rank}.json").read_text()) for rank in range(4)
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """Two stages, each of two replicas, each of these on two tensor-parallel ranks."""
+    every = f"{EVERY} {TENSOR} --sequence-parallel {OVERLAPS} --train-iters 3"
+    paci = "--pipeline-schedule paci"
+    scenarios = {
+        "stock": {"arguments": flags(2, every), "plugin": False},
+        "paci": {"arguments": flags(2, f"{every} {paci}")},
+        "stream": {"arguments": flags(2, f"{every} --eval-interval 100 {paci} --paci-accum 2")},
+    }
+    return launch(8, scenarios, tmp_path_factory.mktemp("eight"), seconds=400)
+
+
+def assert_same_training(stock: list[dict], paci: list[dict]) -> None:
+    for one, other in zip(stock, paci, strict=True):
+        for key in ("losses", "evaluations", "weights", "optimizer", "learning_rate"):
+            assert one[key] == other[key]
 
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_4_drained_every_window_equals_1f1b(ranks, name):
-    for stock, paci in zip(ranks[f"stock-{name}"], ranks[f"paci-{name}"], strict=True):
-        for key in ("losses", "evaluations", "weights", "optimizer", "learning_rate"):
-            assert paci[key] == stock[key]
+    assert_same_training(ranks[f"stock-{name}"], ranks[f"paci-{name}"])
+
+
+def test_4_drained_every_window_equals_1f1b_with_all_at_once(eight):
+    assert_same_training(eight["stock"], eight["paci"])
+
+
+def test_replicas_stay_equal_with_all_at_once(eight):
+    weights = [rank["weights"] for rank in eight["stream"]]
+    # By rank: stage, replica, tensor-parallel rank, the last changing fastest.
+    for stage in (weights[:4], weights[4:]):
+        assert stage[:2] == stage[2:]
+    assert len(set(weights)) == 4
 
 
 @pytest.mark.parametrize("name", [name for name in SETUPS if not name.startswith(("tp", "sp"))])
@@ -75,3 +121,19 @@ def test_sharding_the_optimizer_changes_next_to_nothing(ranks):
 def test_7_two_runs_are_equal_whatever_the_timing(ranks):
     for first, second in zip(ranks["again"], ranks["stream-sharded-overlaps"], strict=True):
         assert (first["losses"], first["weights"]) == (second["losses"], second["weights"])
+
+
+def test_context_parallel_attention_is_that_of_one_rank(ranks):
+    """Up to rounding of float64: the gradients of keys and values are summed rank by rank."""
+    for rank in ranks["attention"]:
+        assert len(rank) == 10
+        for case, found in rank.items():
+            assert max(found.values()) < 1e-14, case
+
+
+def test_context_parallel_trains_like_data_parallel(ranks):
+    """The same samples, so the same losses and gradients up to the order of sums in fp32."""
+    for one, other in zip(ranks["stock-dp"], ranks["stock-cp"], strict=True):
+        assert one["grad_norms"] == pytest.approx(other["grad_norms"], rel=1e-6)
+        for first, second in zip(one["losses"], other["losses"], strict=True):
+            assert first == pytest.approx(second, rel=1e-6)

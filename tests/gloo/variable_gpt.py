@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from unittest import mock
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from examples import pretrain_gpt
 
-gpt_config_from_args, forward_step = pretrain_gpt.gpt_config_from_args, pretrain_gpt.forward_step
+post_init, forward_step = TransformerConfig.__post_init__, pretrain_gpt.forward_step
 
 
-def variable_config(args):
-    config = gpt_config_from_args(args)
-    config.transformer.variable_seq_lengths = True
-    return config
+def variable_post_init(config):
+    config.variable_seq_lengths = True
+    post_init(config)
 
 
 def shortened(data_iterator):
@@ -33,7 +34,8 @@ def variable_forward_step(data_iterator, model):
 
 if __name__ == "__main__":
     # Undone: the process of a test runs this script several times.
-    with mock.patch.multiple(
-        pretrain_gpt, gpt_config_from_args=variable_config, forward_step=variable_forward_step
+    with (
+        mock.patch.object(TransformerConfig, "__post_init__", variable_post_init),
+        mock.patch.object(pretrain_gpt, "forward_step", variable_forward_step),
     ):
         pretrain_gpt.main()

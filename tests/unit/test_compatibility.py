@@ -105,11 +105,10 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--log-straggler", ["gather or check over all ranks"]),
         ("--log-energy", ["--log-energy"]),
         ("--num-distributed-optimizer-instances 2", ["--num-distributed-optimizer-instances"]),
-        ("--num-experts 4", ["mixture of experts"]),
-        ("--mtp-num-layers 1", ["multi-token prediction"]),
         ("--sft", ["packed"]),
-        ("--optimizer muon", ["adam and sgd", "take --optimizer adam"]),
-        ("--optimizer-cpu-offload", ["optimizer offload"]),
+        ("--optimizer dist_muon", ["layer-wise", "take muon instead"]),
+        ("--optimizer muon --use-distributed-optimizer", ["all ranks", "drop --use-dist"]),
+        ("--optimizer-cpu-offload", ["--optimizer-cpu-offload"]),
         ("--perform-rl-step", ["reinforcement"]),
         ("--error-injection-rate 5", ["--error-injection-rate"]),
         ("--save-wgrads-interval 5", ["dumps"]),
@@ -127,22 +126,17 @@ def test_what_paci_cannot_do_is_refused_with_reason_and_remedy(parse, flags, wor
         check(parse(BASE + flags))  # Megatron's own schedules keep it
 
 
-@pytest.mark.parametrize(
-    "flags, world_size, words",
-    [
-        ("--context-parallel-size 2", 4, ["context"]),
-        ("--expert-model-parallel-size 2", 2, ["expert"]),
-    ],
-)
-def test_other_parallelism_is_refused(parse, flags, world_size, words):
-    assert_refused(parse(PACI + flags, world_size), words)
+def test_context_parallelism_counts_among_the_ranks_of_a_replica(parse):
+    flags = PACI + "--context-parallel-size 2 --paci-accum "
+    check(parse(flags + "8", 4))  # one replica: 16 samples are 8 microbatches of 2
+    assert_refused(parse(flags + "8", 8), ["4 microbatches"])
 
 
 def test_all_that_is_wrong_is_said_at_once(parse):
-    args = parse(PACI + "--paci-accum 3 --num-experts 4 --cuda-graph-impl local "
+    args = parse(PACI + "--paci-accum 3 --sft --cuda-graph-impl local "
                         "--num-virtual-stages-per-pipeline-rank 2 --log-params-norm")
     assert len(violations(args)) == 5
-    assert_refused(args, ["3", "mixture", "CUDA graphs", "virtual", "--log-params-norm"])
+    assert_refused(args, ["3", "packed", "CUDA graphs", "virtual", "--log-params-norm"])
 
 
 def test_a_batch_size_schedule_has_to_fit_at_every_step(parse):

@@ -521,6 +521,43 @@ def test_norm_is_let_through_with_the_mark_of_sequence_parallelism(monkeypatch):
     gc.collect()
 
 
+def test_attention_is_let_through_with_context_parallelism(monkeypatch):
+    """What it computes then is tried on several ranks, in tests/gloo/test_parallel.py."""
+    from megatron_paci.cpu import device as device_module
+
+    source = (
+        "class DotProductAttention:\n"
+        "    def __init__(self, config, layer_number):\n"
+        "        assert config.context_parallel_size == 1\n"
+        "        self.config, self.layer_number = config, layer_number\n"
+        "    def forward(self, query, key, value, attention_mask):\n"
+        "        return query, key, value, attention_mask\n"
+    )
+    monkeypatch.setattr(device_module, "_ATTENTION", "paci_test_attention")
+    two = types.SimpleNamespace(context_parallel_size=2, window_size=None)
+    one = types.SimpleNamespace(context_parallel_size=1, window_size=(4, 0))
+    with CpuDevice():
+        attention = import_source("paci_test_attention", source, monkeypatch).DotProductAttention
+        assert attention(config=two, layer_number=3).config is two
+        two.window_size = (4, 0)
+        with pytest.raises(ValueError, match="--window-size .* Leave one of them out"):
+            attention(two, 3)
+        # With one rank nothing is changed.
+        assert attention(one, 3).forward(1, 2, 3, attention_mask=None) == (1, 2, 3, None)
+    with pytest.raises(AssertionError):
+        attention(two, 3)
+    gc.collect()
+
+
+def test_the_causal_mask_of_a_context_parallel_rank():
+    from megatron_paci.cpu.attention import causal_mask
+
+    # Two ranks, four chunks of two tokens: rank 0 holds the first and the last, rank 1 the others.
+    whole = torch.ones(8, 8).triu(1).bool()
+    assert torch.equal(causal_mask(8, 0, 2), whole[[0, 1, 6, 7]])
+    assert torch.equal(causal_mask(8, 1, 2), whole[[2, 3, 4, 5]])
+
+
 def import_source(name, source, monkeypatch):
     """Import a module from its source text, through sys.meta_path as any other."""
     import importlib

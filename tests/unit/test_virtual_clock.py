@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from megatron_paci.bench.costs import Costs, per_stage
 from megatron_paci.bench.exchange import Exchange
 from megatron_paci.bench.ranks import RankError
 from megatron_paci.bench.results import job_result, stage_result
-from megatron_paci.bench.virtual import VirtualRun
+from megatron_paci.bench.virtual import VirtualRun, measure
 
 WORLD = Collective("all_reduce", (0, 1), "a.py:f:1", ("b.py:g:2",))
 
@@ -164,8 +165,20 @@ def test_the_pipeline_fills_before_measuring():
     assert VirtualRun(stages=2, microbatches=4, schedule="paci").warmup_iterations == 3
 
 
+def test_every_rank_of_a_stage_is_a_process():
+    run = VirtualRun(stages=4, microbatches=4, schedule="paci", replicas=3, tensor=2)
+    assert run.num_ranks == 24
+    arguments = run.arguments(Path("x"))
+    assert arguments[arguments.index("--tensor-model-parallel-size") + 1] == "2"
+    assert arguments[arguments.index("--global-batch-size") + 1] == "12"
+    with pytest.raises(ValueError, match="same number of ranks"):
+        measure([run, VirtualRun(stages=4, microbatches=4, schedule="paci")])
+
+
 REFUSED = {
     "--stages 0": "give 1 or more",
+    "--replicas 0": "give 1 or more",
+    "--tensor 0": "give 1 or more",
     "--microbatches 0": "give 1 or more",
     "--schedule gpipe": "take one of",
     "--schedule paci --accum 3": "does not divide",
