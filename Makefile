@@ -2,11 +2,12 @@
 # Options go through ARGS:  make test ARGS="-k drift"    make corpus ARGS="--vocab-size 8192"
 
 ARGS ?=
+EXAMPLES ?= 200
 # One thread per process: with several ranks on a few cores, more threads only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test canary corpus lock clean distclean
+.PHONY: help setup demo test property canary corpus lock clean distclean
 
 # Any Python from 3.6 on can run the scripts in tools/; the first that really starts does.
 define run-tool
@@ -30,6 +31,9 @@ demo: setup  ## train a small model with PACI on this machine's CPUs
 
 test: setup  ## run the tests
 	@.venv/bin/python -m pytest $(ARGS)
+
+property: setup  ## try EXAMPLES=200 random combinations of flags, print what they covered
+	@PROPERTY_EXAMPLES=$(EXAMPLES) .venv/bin/python -m pytest -s tests/gloo/test_property.py $(ARGS)
 
 canary: setup  ## run the tests on another Megatron-Core: VERSION=0.18.2 or MEGATRON_LM=<checkout>
 	@.venv/bin/python tools/canary.py --version "$(VERSION)" --megatron-lm "$(MEGATRON_LM)" -- $(ARGS)

@@ -55,14 +55,10 @@ def run_ranks(
     ranks: list[subprocess.Popen] = []
     try:
         for rank in range(num_ranks):
-            ranks.append(_start(rank, num_ranks, folder, program))
+            ranks.append(start(rank, num_ranks, folder, program))
         _wait(ranks, folder, seconds)
     finally:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdin.close()
+        kill(ranks)
     return [
         [json.loads((folder / f"{n}.rank{r}.json").read_text()) for r in range(num_ranks)]
         for n in range(len(runs))
@@ -82,9 +78,14 @@ def meeting_points(count: int) -> list[Any]:
     ]
 
 
-def _start(
+def start(
     rank: int, num_ranks: int, folder: Path, program: Sequence[str]
 ) -> subprocess.Popen:
+    """Start one rank; its output goes to a file in ``folder``, its input stays open until killed.
+
+    Args:
+        program: Arguments of the interpreter, ``folder`` comes last.
+    """
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -105,6 +106,28 @@ def _start(
         )
 
 
+def kill(ranks: Sequence[subprocess.Popen]) -> None:
+    """End ranks and whatever they have started; none is left when this returns."""
+    for process in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with contextlib.suppress(BrokenPipeError):  # what it never read
+            process.stdin.close()
+
+
+def failure(reason: str, ranks: Sequence[subprocess.Popen], folder: Path) -> RankError:
+    """Return an error that shows how every rank ended and the end of its output."""
+    codes = [process.poll() for process in ranks]
+    return RankError(
+        f"{reason}; exit statuses {codes} (None: had to be killed)\n"
+        + "\n".join(
+            f"--- end of the output of rank {rank}\n{_tail(_log(folder, rank))}"
+            for rank in range(len(ranks))
+        )
+    )
+
+
 def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float) -> None:
     end = time.monotonic() + seconds
     late = False
@@ -118,16 +141,8 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float) -> None:
             time.sleep(1)
             break
         time.sleep(0.05)
-    codes = [process.poll() for process in ranks]
-    if any(code != 0 for code in codes):
-        reason = f"no end after {seconds:g} s" if late else "a rank failed"
-        raise RankError(
-            f"{reason}; exit statuses {codes} (None: had to be killed)\n"
-            + "\n".join(
-                f"--- end of the output of rank {rank}\n{_tail(_log(folder, rank))}"
-                for rank in range(len(ranks))
-            )
-        )
+    if any(process.poll() != 0 for process in ranks):
+        raise failure(f"no end after {seconds:g} s" if late else "a rank failed", ranks, folder)
 
 
 def _log(folder: Path, rank: int) -> Path:

@@ -1,14 +1,20 @@
-"""One rank of a distributed test: runs scenarios of real Megatron training on the CPU."""
+"""One rank of a distributed test: runs scenarios of real Megatron training on the CPU.
+
+``worker.py FOLDER`` runs those in ``FOLDER/runs.json`` and ends (launch.py); ``worker.py serve
+FOLDER`` runs what comes in on its standard input until that closes (pool.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import hashlib
 import itertools
 import json
 import math
 import os
+import queue
 import random
 import runpy
 import signal
@@ -27,8 +33,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = int(os.environ["RANK"])
 
 
-def watch(seconds: float) -> None:
-    """After ``seconds`` print what this rank was doing last, and end the process."""
+def watch(seconds: float) -> threading.Timer:
+    """After ``seconds`` print what this rank was doing last, and end the process.
+
+    Returns:
+        What runs until then; cancel it when the work is done.
+    """
 
     def expire() -> None:
         from megatron_paci.build import installed_stage
@@ -42,6 +52,7 @@ def watch(seconds: float) -> None:
     timer = threading.Timer(seconds, expire)
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def digest(tensors) -> str:
@@ -67,9 +78,7 @@ def optimizer_tensors(optimizer):
 
 
 def live_storage_bytes() -> int:
-    """Return the bytes of all tensor storages that Python can reach."""
-    import gc
-
+    """Return the bytes of all tensor storages made in this scenario that Python can reach."""
     import torch
 
     gc.collect()
@@ -84,7 +93,7 @@ def live_storage_bytes() -> int:
 
 def train(arguments: list[str], *, script: str, save_initial: str | None = None,
           replay: dict | None = None, sleep_ms: float = 0, poison: dict | None = None,
-          stop: dict | None = None, hang: dict | None = None) -> dict:
+          stop: dict | None = None, hang: dict | None = None, collectives: bool = False) -> dict:
     """Run a launch script under the hooks; return what this rank saw.
 
     Args:
@@ -94,6 +103,7 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         poison: Plant NaN at ``stage`` and ``microbatch``, ``where`` is forward or backward.
         stop: At ``iteration`` on ``rank``, ``how`` is signal or duration: wish to end training.
         hang: On ``rank`` stop for good at ``action``; the time of all is up ``seconds`` later.
+        collectives: Note those over several stages while the stream runs; needs 3 iterations.
     """
     import torch
     from megatron.training import get_args
@@ -172,8 +182,9 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
     sys.argv = [str(path), *arguments, *cpu_flags(arguments)]
     probes.install()
     try:
-        with contextlib.suppress(SystemExit):
-            runpy.run_path(str(path), run_name="__main__")
+        with across_stages(seen) if collectives else contextlib.nullcontext():
+            with contextlib.suppress(SystemExit):
+                runpy.run_path(str(path), run_name="__main__")
     finally:
         probes.uninstall()
     tear_down()
@@ -181,6 +192,31 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         seen["statistics"] = engine.statistics()
         seen["skipped"], seen["partial"] = engine.window.skipped, engine.window.partial
     return seen
+
+
+@contextlib.contextmanager
+def across_stages(seen: dict):
+    """Note in ``seen["across_stages"]`` the collectives over several stages, and who called them.
+
+    From the end of the first iteration to that of the last but one: the stream begins in the first
+    and is drained in the last. The tool for virtual time finds them; its clocks are of no interest.
+    """
+    from megatron_paci.bench.costs import Costs
+    from megatron_paci.bench.virtual_time import VirtualTime
+
+    stages = int(os.environ["WORLD_SIZE"])  # at most
+    measurement = VirtualTime(costs=Costs.parse(num_stages=stages))
+    measurement.install()
+    try:
+        yield
+        count = len(measurement.clock.iterations) - 3  # the first entry is the start
+        result = measurement.result(warmup=1, iterations=count)
+        seen["across_stages"] = [
+            f"{entry['call']} over {entry['stages']}: {entry['site']} < {entry['callers']}"
+            for entry in result["call_sites"]
+        ]
+    finally:
+        measurement.uninstall()
 
 
 def plant_nan(stage, microbatch: int, where: str) -> None:
@@ -251,17 +287,68 @@ def megatron_wheel_helpers(hooked: bool):
     utils.compile_helpers = original
 
 
+def run_all(scenarios: list[dict]) -> list[dict]:
+    """Run scenarios one after another; the name of each is printed, for who reads the output."""
+    results = []
+    for scenario in scenarios:
+        print(f"=== {scenario.pop('name')}", flush=True)
+        gc.collect()
+        gc.freeze()  # live_storage_bytes need not look through all that was imported before
+        results.append(run_scenario(scenario))
+    return results
+
+
+def serve(folder: Path) -> None:
+    """Run the scenarios of one message after another; standard input has one per line.
+
+    A message has ``number``, ``world_size``, ``until`` (when it has to be done, as ``time.time``
+    counts) and ``scenarios``.
+    The list of results goes to ``<number>.rank<r>.json``.
+    """
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 1000  # its 100,000 documents take longer than the training
+    for line in lines_of_input():
+        message = json.loads(line)
+        size = str(message["world_size"])
+        os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        timer = watch(round(message["until"] - time.time(), 1))
+        text = json.dumps(run_all(message["scenarios"]))
+        timer.cancel()
+        # Whole at once: who waits for the file reads it as soon as it is there.
+        unfinished = folder / f"{message['number']}.rank{RANK}.unfinished"
+        unfinished.write_text(text)
+        unfinished.rename(unfinished.with_suffix(".json"))
+
+
+def lines_of_input():
+    """Yield the lines of standard input; when it closes, end the process, whatever it does."""
+    lines = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(70)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield lines.get()
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[-1])
+    os.environ.update(cpu_environment(os.environ))
+    if "serve" in sys.argv[1:-1]:
+        CpuDevice().install()  # for the life of this process
+        serve(folder)
     scenarios = json.loads((folder / "runs.json").read_text())
     watch(scenarios[0]["seconds"])
     end_with_parent()
-    os.environ.update(cpu_environment(os.environ))
-    CpuDevice().install()  # for the life of this process
-    for number, scenario in enumerate(scenarios):
+    CpuDevice().install()
+    for scenario in scenarios:
         del scenario["seconds"]
-        print(f"=== {scenario.pop('name')}", flush=True)
-        result = run_scenario(scenario)
+    for number, scenario in enumerate(scenarios):
+        [result] = run_all([scenario])
         (folder / f"{number}.rank{RANK}.json").write_text(json.dumps(result))
 
 

@@ -3,6 +3,8 @@
 from itertools import chain, islice
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_paci.schedule import (
     STEP,
@@ -50,18 +52,24 @@ def test_the_order_has_no_end():
     assert max(action.microbatch or 0 for action in actions) > 4000
 
 
+def enumerated_drifts(schedule, num_microbatches):
+    """Return the drift of every microbatch, by counting steps in the order itself."""
+    version, at_forward, drifts = 0, {}, []
+    for action in schedule.finite(num_microbatches):
+        if action is STEP:
+            version += 1
+        elif action.kind is Kind.FORWARD:
+            at_forward[action.microbatch] = version
+        else:
+            drifts.append(version - at_forward[action.microbatch])
+    return drifts
+
+
 @pytest.mark.parametrize("num_stages, accumulation", SHAPES)
 def test_drift_equals_its_closed_form_and_reaches_its_bound(num_stages, accumulation):
     for stage in range(num_stages):
         schedule = StageSchedule(stage, num_stages, accumulation)
-        version, at_forward, drifts = 0, {}, []
-        for action in schedule.finite(accumulation * 12):
-            if action is STEP:
-                version += 1
-            elif action.kind is Kind.FORWARD:
-                at_forward[action.microbatch] = version
-            else:
-                drifts.append(version - at_forward[action.microbatch])
+        drifts = enumerated_drifts(schedule, accumulation * 12)
         assert drifts == [schedule.drift(j) for j in range(accumulation * 12)]
         assert max(drifts) == schedule.drift_bound
         depth = num_stages - stage
@@ -71,6 +79,29 @@ def test_drift_equals_its_closed_form_and_reaches_its_bound(num_stages, accumula
 @pytest.mark.parametrize("num_stages, accumulation", SHAPES)
 @pytest.mark.parametrize("windows", [1, 3])
 def test_all_stages_together_obey_the_rules(num_stages, accumulation, windows):
+    count = accumulation * windows
+    validate(orders(num_stages, accumulation, count), accumulation, count)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.data())
+def test_drift_of_a_large_pipeline_equals_its_closed_form(data):
+    num_stages = data.draw(st.integers(1, 64), "N")
+    stage = data.draw(st.integers(0, num_stages - 1), "stage")
+    accumulation = data.draw(st.integers(1, 64), "a")
+    extra = data.draw(st.integers(0, 5), "depth beyond the paper's")
+    schedule = StageSchedule(stage, num_stages, accumulation, num_stages - stage + extra)
+    total = accumulation * data.draw(st.integers(1, 8), "windows")
+    drifts = enumerated_drifts(schedule, total)
+    assert drifts == [schedule.drift(j) for j in range(total)]
+    assert max(drifts) <= schedule.drift_bound
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    num_stages=st.integers(1, 16), accumulation=st.integers(1, 12), windows=st.integers(1, 6)
+)
+def test_all_stages_of_a_large_pipeline_obey_the_rules(num_stages, accumulation, windows):
     count = accumulation * windows
     validate(orders(num_stages, accumulation, count), accumulation, count)
 

@@ -23,7 +23,7 @@ FAILS = "sys.exit('the reason')"
 def run(monkeypatch):
     """Return a function that runs two ranks, each with a program of its own."""
     processes: list[subprocess.Popen] = []
-    start = ranks._start
+    start = ranks.start
 
     def started(*args):
         processes.append(start(*args))
@@ -33,7 +33,7 @@ def run(monkeypatch):
         code = f"import os, sys; exec({[first, second]}[int(os.environ['RANK'])])"
         return ranks.run_ranks(2, list(runs), folder, seconds=seconds, program=["-c", code])
 
-    monkeypatch.setattr(ranks, "_start", started)
+    monkeypatch.setattr(ranks, "start", started)
     yield run_programs
     assert len(processes) == 2 and all(process.returncode is not None for process in processes)
 

@@ -1,0 +1,149 @@
+"""The order of messages, model-checked: a send that blocks until its receive is posted is fine.
+
+The real engine and channel run stage by stage on links that only write down what is done with them.
+What a stage does depends on nothing that it receives, so these logs are its whole behaviour, and
+going through all of them in step tells for any timing whether somebody waits for ever.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_paci.channel import PipelineChannel
+from megatron_paci.engine import Engine
+from megatron_paci.groups import StageGroups
+from megatron_paci.schedule import StageSchedule
+
+SHAPES = [
+    (n, m, a) for n in range(2, 9) for m in range(1, 10) for a in range(1, 9) if m % a == 0
+]
+
+
+class LoggingLink:
+    """One end of a link; ``log`` is that of its stage."""
+
+    def __init__(self, name: tuple[str, int], log: list[tuple]):
+        self._name = name
+        self._log = log
+        self._pending = 0
+
+    def send(self, microbatch, tensor):
+        self._log.append(("send", self._name, "tensor"))
+
+    def send_report(self, microbatch, report):
+        self._log.append(("send", self._name, "report"))
+
+    def post_receive(self, shape):
+        self._pending += 1
+        self._log.append(("post", self._name, "tensor"))
+
+    def post_receive_report(self):
+        self._pending += 1
+        self._log.append(("post", self._name, "report"))
+
+    def take(self):
+        self._pending -= 1
+        self._log.append(("take", self._name, "tensor"))
+
+    def take_report(self):
+        self._pending -= 1
+        self._log.append(("take", self._name, "report"))
+
+    @property
+    def has_posted(self):
+        return self._pending > 0
+
+    def release_sent(self, arrived):
+        pass
+
+    def finish(self):
+        pass
+
+
+class Nothing:
+    """Compute and window of a stage that do nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+def log_of_a_stage(stage: int, num_stages: int, accumulation: int, runs: list[int]) -> list[tuple]:
+    """Return what a stage does with its links in ``runs``; 0 stands for a drain."""
+    log: list[tuple] = []
+    channel = PipelineChannel(StageGroups(alone=None), config=None, shape=tuple)
+    if stage > 0:
+        channel._forward_in = LoggingLink(("forward", stage), log)
+        channel._backward_out = LoggingLink(("backward", stage), log)
+    if stage < num_stages - 1:
+        channel._forward_out = LoggingLink(("forward", stage + 1), log)
+        channel._backward_in = LoggingLink(("backward", stage + 1), log)
+    engine = Engine(
+        StageSchedule(stage, num_stages, accumulation),
+        compute=Nothing(), channel=channel, window=Nothing(),
+    )
+    for count in runs:
+        engine.run(count) if count else engine.drain()
+    return log
+
+
+def walk(logs: list[list[tuple]]) -> str | None:
+    """Go through the logs of all stages as far as possible.
+
+    Returns:
+        None if all are done and every message was sent, posted and taken as what it is; else what
+        is wrong.
+    """
+    events: dict[tuple[str, str], list[str]] = {}
+    position = [0] * len(logs)
+
+    def kinds(what: str, link: str) -> list[str]:
+        return events.setdefault((what, link), [])
+
+    def blocked(what: str, link: str) -> bool:
+        before = {"send": "post", "take": "send"}.get(what)
+        return before is not None and len(kinds(before, link)) <= len(kinds(what, link))
+
+    moved = True
+    while moved:
+        moved = False
+        for stage, log in enumerate(logs):
+            while position[stage] < len(log) and not blocked(*log[position[stage]][:2]):
+                what, link, kind = log[position[stage]]
+                kinds(what, link).append(kind)
+                position[stage] += 1
+                moved = True
+    for stage, log in enumerate(logs):
+        if position[stage] < len(log):
+            return f"stage {stage} waits for ever in {log[position[stage]]}"
+    for link in {link for _, link in events}:
+        sent, posted, taken = (kinds(what, link) for what in ("send", "post", "take"))
+        if not sent == posted == taken:
+            return f"messages of {link} differ: sent {sent}, posted {posted}, taken {taken}"
+    return None
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_blocking_sends_never_deadlock(num_stages):
+    for n, m, a in SHAPES:
+        if n == num_stages:
+            runs = [m, m, m, 0, m, 0]  # three iterations, a drain, one more
+            logs = [log_of_a_stage(stage, n, a, runs) for stage in range(n)]
+            assert walk(logs) is None, f"N={n} m={m} a={a}"
+
+
+def test_a_receive_that_is_posted_too_late_is_found():
+    """Guards the model: without receives ahead, two neighbours that both send wait for ever."""
+    logs = [log_of_a_stage(stage, 2, 1, [4, 0]) for stage in range(2)]
+    late = []
+    for log in logs:
+        posts = {link: [entry for entry in log if entry[:2] == ("post", link)]
+                 for link in {entry[1] for entry in log}}
+        late.append([])
+        for entry in log:
+            if entry[0] == "take":
+                late[-1].append(posts[entry[1]].pop(0))
+            if entry[0] != "post":
+                late[-1].append(entry)
+    assert "waits for ever" in walk(late)
+    del logs[1][-1]
+    assert "differ" in walk(logs) or "waits" in walk(logs)
