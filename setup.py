@@ -41,7 +41,8 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
-        "test": ["pytest>=8", "hypothesis>=6.100"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "emerging-optimizers>=0.3"],
+        "muon": ["emerging-optimizers>=0.3"],
         "tensorboard": ["tensorboard>=2.16"],
         "wandb": ["wandb>=0.17"],
         # Megatron can also use NVIDIA's apex. That is installed from its source repository; the

@@ -23,6 +23,8 @@ TWO = {
     "decoupled-lr": "--decoupled-lr 3e-2 --decoupled-min-lr 1e-3 --min-lr 1e-4",
     "schedules": "--lr-decay-style WSD --lr-wsd-decay-iters 2 --start-weight-decay 0.01 "
     "--end-weight-decay 0.2 --weight-decay-incr-style cosine",
+    "muon": "--optimizer muon --bf16",
+    "lion": "--optimizer lion",
     "decreased-batch": "--global-batch-size 15 --decrease-batch-size-if-needed",
 }
 FOUR = {
@@ -32,7 +34,7 @@ FOUR = {
     "first-without-layers": "--pipeline-model-parallel-layout E|tt|t|tL",
     "last-without-layers": "--pipeline-model-parallel-layout Et|tt|t|L",
 }
-REPLAYED = ("recompute-block", "recompute-selective", "decoupled-lr", "schedules")
+REPLAYED = ("recompute-block", "recompute-selective", "decoupled-lr", "schedules", "lion")
 
 
 def pairs(num_stages: int, variants: dict[str, str]) -> dict[str, dict]:
