@@ -3,7 +3,9 @@
 It knows only the definition: a stage forwards while fewer than N - i of its microbatches wait for
 their backward, else takes the oldest backward, and steps after every ``accumulation`` of them; and
 the documented rules of what a step uses of other stages. The stages are real Megatron models with
-real Megatron optimizers; their messages are plain queues.
+real Megatron optimizers; their messages are plain queues. Where stages are spread over several
+ranks (tensor, data, context or expert parallel), each of as many processes replays its part of all
+stages.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class ReplayStage:
         from megatron.core.distributed import DistributedDataParallel
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.module import Float16Module
         from megatron.training import get_args, training
         from megatron.training.arguments import core_transformer_config_from_args
 
@@ -47,15 +50,21 @@ class ReplayStage:
         self.config = core_transformer_config_from_args(args)
         self.config.pipeline_model_parallel_size = num_stages
         self.config.pipeline_dtype = torch.float32
-        collection = copy.copy(ProcessGroupCollection.use_mpu_process_groups())
+        # As a job with one pipeline stage has them.
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.groups.embd = self.groups.pos_embd = None
+        collection = copy.copy(self.groups)
         collection.pp = FakePipelineGroup(index, num_stages)
-        module = build_gpt(
+        module = gpt = build_gpt(
             index == 0, index == num_stages - 1, config=self.config, pg_collection=collection
         )
+        if args.bf16:
+            module = Float16Module(self.config, gpt)
         self.model = DistributedDataParallel(
             self.config, training.get_megatron_ddp_config(args), module
         )
-        module.load_state_dict(torch.load(f"{initial}.rank{index}.pt", weights_only=False))
+        rank = index * torch.distributed.get_world_size() + torch.distributed.get_rank()
+        module.load_state_dict(torch.load(f"{initial}.rank{rank}.pt", weights_only=False))
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
         self.optimizer = get_megatron_optimizer(
             optimizer_config, [self.model], config_overrides=overrides
@@ -74,9 +83,9 @@ class ReplayStage:
         self.window_tokens: list[int] = []
         self.skips: list[bool] = []
         self.tied = None
-        shares = module.share_embeddings_and_output_weights or self.config.mtp_num_layers
+        shares = gpt.share_embeddings_and_output_weights or self.config.mtp_num_layers
         if shares and (index == 0 or self.is_last):
-            self.tied = module.shared_embedding_or_output_weight()
+            self.tied = gpt.shared_embedding_or_output_weight()
             self.tied_gradients: list[torch.Tensor] = []
             self.tied_versions = [self.tied.detach().clone()]
 
@@ -114,8 +123,10 @@ def replay_training(
     for start in range(0, len(losses), microbatches):
         total = torch.stack([entry["lm loss"] for entry in losses[start:start + microbatches]])
         total = total.sum(dim=0)
+        torch.distributed.all_reduce(total, group=stages[-1].groups.dp_cp)
         seen["losses"].append({"lm loss": float(total[0] / total[1])})
     seen["weights"] = [digest(stage.model.parameters()) for stage in stages]
+    seen["buffers"] = [digest(stage.model.module.buffers()) for stage in stages]
     seen["optimizer"] = [digest(optimizer_tensors(stage.optimizer)) for stage in stages]
     seen["skipped"] = [stage.skipped for stage in stages]
     return args.train_iters, 0
@@ -164,7 +175,8 @@ def forward(stages, index: int, rules: Rules) -> None:
     received = stage.inputs.popleft() if index else None
     output, tokens = forward_step(
         rules.forward_step_func, stage.data_iterator, stage.model, rules.accumulation, received,
-        stage.losses, stage.config, cp_group_size=1, is_last_stage=stage.is_last,
+        stage.losses, stage.config, cp_group_size=stage.groups.cp.size(),
+        is_last_stage=stage.is_last,
     )
     stage.forwards += 1
     stage.tokens += int(tokens)
@@ -196,12 +208,13 @@ def backward(stages, index: int, rules: Rules) -> None:
 
 def step(stages, index: int, total: int, rules: Rules) -> None:
     """Update one stage by the documented rules."""
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.training import get_args
 
     stage, window = stages[index], stages[index].steps
     last = stages[-1]
-    stage.model.finish_grad_sync()
+    finalize_model_grads([stage.model], None, pg_collection=stage.groups)
     if stage.tied is not None and len(stages) > 1:
         if stage.is_last:
             stage.tied_gradients.append(stage.tied.main_grad.clone())
@@ -211,10 +224,11 @@ def step(stages, index: int, total: int, rules: Rules) -> None:
         if stage.is_last:
             stage.window_tokens.append(stage.tokens)
             stage.tokens = 0
-        stage.model.scale_gradients(1.0 / torch.tensor(last.window_tokens[window]))
+        tokens = torch.tensor(last.window_tokens[window])
+        torch.distributed.all_reduce(tokens, group=stage.groups.dp_cp)
+        stage.model.scale_gradients(1.0 / tokens)
     stage.optimizer.prepare_grads()
-    if stage.tied is not None and stage.is_last and index:
-        stage.tied.grad = None
+    copy_of_first = stage.tied if stage.is_last and index else None
     own_norm = float(stage.optimizer.get_grad_norm())
     stage.squares.append(own_norm * own_norm)
     later = 0.0
@@ -248,9 +262,13 @@ def step(stages, index: int, total: int, rules: Rules) -> None:
         max_norm = get_args().clip_grad
         if max_norm > 0:
             clip_grad_by_total_norm_fp32(stage.optimizer.get_parameters(), max_norm, norm)
+        kept = None if copy_of_first is None else copy_of_first.detach().clone()
         with torch.autograd._unsafe_preserve_version_counter(tuple(stage.model.parameters())):
             stage.optimizer.step_with_ready_grads()
-    stage.scheduler.step(increment=rules.accumulation * get_args().micro_batch_size)
+            if kept is not None:  # updated by its owner alone
+                copy_of_first.data.copy_(kept)
+    samples = get_args().micro_batch_size * stage.groups.dp.size()
+    stage.scheduler.step(increment=rules.accumulation * samples)
     stage.steps += 1
     if stage.tied is not None and index == 0:
         stage.tied_versions.append(stage.tied.detach().clone())

@@ -32,7 +32,7 @@ VARIANTS = {
     "mtp-tied": (f"{MTP} --bf16", TIED),
     "mtp-moe": (f"{MTP} {MOE} {LOSSES}", TINY_GPT),
 }
-REPLAYED = ("aux-loss", "mtp", "mtp-tied", "mtp-moe")
+REPLAYED = ("aux-loss", "expert-bias", "mtp", "mtp-tied", "mtp-moe")
 PARALLEL = {
     "ep": (f"{MOE} {LOSSES} --expert-model-parallel-size 2", TINY_GPT),
     "ep-global-aux-loss": (
