@@ -2,8 +2,11 @@
 
 # No "from __future__ import annotations" here: Megatron's factory reads the types of the fields.
 import argparse
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 SCHEDULES = ("auto", "1f1b", "interleaved", "paci")
 
@@ -54,6 +57,10 @@ class PaciArguments:
     iteration, peak bytes of parameters and activations, and under paci drift and queue depth. Works
     under every schedule, to compare them."""
 
+    paci_accept_unknown_flags: bool = False
+    """Let arguments through that this version of megatron_paci does not know, those of a newer
+    Megatron; they may not work together with paci."""
+
 
 def add_paci_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group of flags to Megatron's parser and return it."""
@@ -76,3 +83,33 @@ def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
 def selected_schedule(args: argparse.Namespace | None) -> str:
     """Return the chosen schedule; ``auto`` where the flags were never parsed."""
     return getattr(args, "pipeline_schedule", "auto")
+
+
+class Argument(NamedTuple):
+    """One argument of a parser."""
+
+    flag: str
+    default: Any
+
+
+@functools.cache
+def megatron_arguments() -> dict[str, Argument]:
+    """Return the arguments of the installed Megatron by name, without those of the plugin and of a
+    launch script."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return _arguments_of(inspect.unwrap(add_megatron_arguments))
+
+
+@functools.cache
+def paci_arguments() -> dict[str, Argument]:
+    """Return the plugin's own arguments by name."""
+    return _arguments_of(add_paci_arguments)
+
+
+def _arguments_of(add_arguments: Callable[[argparse.ArgumentParser], Any]) -> dict[str, Argument]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    flags = {action.dest: action.option_strings[0] for action in reversed(parser._actions)}
+    return {name: Argument(flags[name], default) for name, default in defaults.items()}

@@ -1,13 +1,18 @@
-"""Checks a command line against the table of rules; one error lists every rule it breaks."""
+"""Checks a command line against the table of what works; one error lists all that does not."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron_paci.arguments import selected_schedule
-from megatron_paci.rules import PACI_RULES, SELECTION_RULES, divisors, microbatch_counts
+from megatron_paci.arguments import megatron_arguments, paci_arguments, selected_schedule
+from megatron_paci.features import UNPROVED, WORKS
+from megatron_paci.known_arguments import INDIFFERENT
+from megatron_paci.refused import PACI_RULES
+from megatron_paci.rules import SELECTION_RULES, Rule, divisors, microbatch_counts
 
 logger = logging.getLogger(__name__)
 
@@ -18,19 +23,61 @@ class ConfigurationError(ValueError):
     """A command line that cannot run; the message lists every reason with its remedy."""
 
 
+def known_arguments() -> set[str]:
+    """Return the names of all arguments that the table knows."""
+    relevant = {name for entry in (*WORKS, *UNPROVED, *PACI_RULES) for name in entry.arguments}
+    return relevant.union(*(names.split() for names in INDIFFERENT.values()))
+
+
 def violations(args: argparse.Namespace) -> list[str]:
-    """Return one line per broken rule: the reason and the remedy."""
-    rules = SELECTION_RULES + (PACI_RULES if selected_schedule(args) == "paci" else ())
-    facts = {"args": args, "counts": "", "divisors": ""}
+    """Return one line per reason why the arguments cannot run: flags in use, reason, remedy."""
+    lines = [_line(rule, args) for rule in SELECTION_RULES if rule.violated(args)]
     if selected_schedule(args) == "paci":
-        if counts := microbatch_counts(args):
-            facts["counts"] = " or ".join(map(str, sorted(set(counts))))
-            facts["divisors"] = divisors(args)
-    return [
-        f"- {rule.reason.format(**facts)}. Remedy: {rule.remedy.format(**facts)}."
-        for rule in rules
-        if rule.violated(args)
-    ]
+        lines += [_line(rule, args) for rule in PACI_RULES if rule.violated(args)]
+        if not args.paci_accept_unknown_flags:
+            lines += [
+                f"- {flag}: megatron_paci does not know what it does to the schedule. Remedy: drop "
+                "it, or add --paci-accept-unknown-flags and compare the results with "
+                "--pipeline-schedule 1f1b."
+                for flag in unknown_flags(args)
+            ]
+    return lines
+
+
+def _line(rule: Rule, args: argparse.Namespace) -> str:
+    facts = {"args": args, "counts": "", "divisors": ""}
+    if "paci_accum" in rule.arguments and (counts := microbatch_counts(args)):
+        facts["counts"] = " or ".join(map(str, sorted(set(counts))))
+        facts["divisors"] = divisors(args)
+    in_use = _in_use(rule.arguments, args)
+    facts["flags"] = ", ".join(flag for flag, _ in in_use)
+    typed = ", ".join(f"{flag} {value}".rstrip() for flag, value in in_use)
+    reason, remedy = rule.reason.format(**facts), rule.remedy.format(**facts)
+    return f"- {typed or rule.feature}: {reason}. Remedy: {remedy}."
+
+
+def _in_use(names: Sequence[str], args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return those of the arguments that differ from their default: (flag, value as typed)."""
+    known = {**megatron_arguments(), **paci_arguments()}
+    found = []
+    for name in names:
+        flag, default = known.get(name, (f"--{name.replace('_', '-')}", None))
+        value = getattr(args, name, default)
+        if value != default:
+            values = value if isinstance(value, list) else [value]
+            text = " ".join(str(each) for each in values if not isinstance(each, bool))
+            found.append((flag, text))
+    return found
+
+
+def unknown_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags in use that this Megatron has and the table does not know.
+
+    Flags that a launch script adds to Megatron's are its own affair.
+    """
+    known = known_arguments()
+    names = [name for name in megatron_arguments() if name not in known]
+    return [flag for flag, _ in _in_use(names, args)]
 
 
 def check(args: argparse.Namespace) -> None:
@@ -41,6 +88,32 @@ def check(args: argparse.Namespace) -> None:
     """
     if broken := violations(args):
         raise ConfigurationError("megatron_paci cannot run with these flags:\n" + "\n".join(broken))
+
+
+def check_parsed(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """Refuse a choice of schedule that has not reached the parsed arguments.
+
+    Raises:
+        ConfigurationError: A YAML file has replaced the whole command line.
+    """
+    selects = any(word.split("=")[0] == "--pipeline-schedule" for word in command)
+    if selects and not hasattr(args, "pipeline_schedule"):
+        rule = next(rule for rule in PACI_RULES if "yaml_cfg" in rule.arguments)
+        raise ConfigurationError(f"--yaml-cfg: {rule.reason}. Remedy: {rule.remedy}.")
+
+
+def check_call(call: Mapping[str, Any]) -> None:
+    """Refuse a call of Megatron's ``train`` that asks for more than one model's pipeline.
+
+    Raises:
+        ConfigurationError: It brings a communicator or process groups of a multi-module pipeline.
+    """
+    for name in ("p2p_communicator", "pg_collection"):
+        if call.get(name) is not None:
+            raise ConfigurationError(
+                f"train({name}=...): PACI makes its own links between the stages of one model, "
+                "multi-module pipelines are not supported. Remedy: take --pipeline-schedule auto."
+            )
 
 
 def take_over(args: argparse.Namespace) -> None:
@@ -63,6 +136,17 @@ def take_over(args: argparse.Namespace) -> None:
         args.barrier_with_L1_time = False
     if changed and int(os.environ.get("RANK", "0")) == 0:
         logger.warning("--pipeline-schedule paci changes: %s", "; ".join(changed))
+
+
+def warn_unproved(args: argparse.Namespace) -> None:
+    """Name once what is let through although no test has proved it."""
+    names = [feature.name for feature in UNPROVED if feature.in_use(args)]
+    names += unknown_flags(args)
+    if names and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(
+            "--pipeline-schedule paci has not been proved together with: %s; compare the results "
+            "with --pipeline-schedule 1f1b", ", ".join(names)
+        )
 
 
 def warn_untried_version(version: str) -> None:

@@ -7,6 +7,7 @@ calls the original.
 from __future__ import annotations
 
 import inspect
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -44,6 +45,12 @@ def _add_megatron_arguments(original, parser):
     return add_paci_arguments(original(parser))
 
 
+def _parse_args(original, *args, **kwargs):
+    parsed = original(*args, **kwargs)
+    compatibility.check_parsed(parsed, sys.argv[1:])
+    return parsed
+
+
 def _validate_args(original, args, *rest, **kwargs):
     # Every rank imports the data-index helper; Megatron builds it on the first one alone.
     ensure_helpers(build=lambda: None)
@@ -51,6 +58,7 @@ def _validate_args(original, args, *rest, **kwargs):
         compatibility.check(args)
         if selected_schedule(args) == "paci":
             compatibility.take_over(args)
+            compatibility.warn_unproved(args)
     return original(args, *rest, **kwargs)
 
 
@@ -64,6 +72,7 @@ def _train(original, *args, **kwargs):
         _recorder = Recorder(arguments.paci_record, model[0], optimizer)
     stage = None
     if selected_schedule(arguments) == "paci":
+        compatibility.check_call(call)
         stage = MegatronStage(
             model,
             optimizer,
@@ -136,6 +145,12 @@ PATCHES = PatchSet(
             _add_megatron_arguments,
             ("parser",),
             "adds the flags",
+        ),
+        Patch(
+            "megatron.training.arguments:parse_args",
+            _parse_args,
+            ("extra_args_provider",),
+            "refuses a choice of schedule that a YAML file would drop",
         ),
         Patch(
             "megatron.training.arguments:validate_args",

@@ -46,6 +46,7 @@ PARALLEL = {
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1", TINY_GPT
     ),
 }
+PARALLEL_REPLAYED = ("ep", "ep-bias-sharded", "tp-ep")
 LOGGED = {
     # Stages without such layers included; the learning rate moves nothing.
     "all": f"{MOE} {LOSSES} --moe-z-loss-coeff 1e-3",
@@ -84,7 +85,10 @@ def two(folder):
 def four(folder):
     scenarios = pairs(PARALLEL)
     for name, (extra, base) in PARALLEL.items():
-        scenarios[f"stream-{name}"] = {"arguments": flags(2, f"{STREAM} {extra}", base)}
+        scenarios[f"stream-{name}"] = {
+            "arguments": flags(2, f"{STREAM} {extra}", base),
+            "save_initial": str(folder / name) if name in PARALLEL_REPLAYED else None,
+        }
     for name, extra in LOGGED.items():
         command = flags(4, f"{FROZEN} {extra}")
         scenarios[f"stock-logged-{name}"] = {"arguments": command, "plugin": False}
@@ -104,6 +108,21 @@ def one(folder, two):
     return launch(1, scenarios, folder / "one", seconds=300)
 
 
+@pytest.fixture(scope="module")
+def replays(folder, four):
+    """Each of two processes replays its part of both stages."""
+    scenarios = {}
+    for name in PARALLEL_REPLAYED:
+        extra, base = PARALLEL[name]
+        for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
+            extra = extra.replace(flag, "")  # the same numbers
+        scenarios[name] = {
+            "arguments": flags(1, extra, base),
+            "replay": {"num_stages": 2, "accumulation": 2, "initial": str(folder / name)},
+        }
+    return launch(2, scenarios, folder / "replays", seconds=300)
+
+
 @pytest.mark.parametrize("name", [*VARIANTS, *PARALLEL])
 def test_4_drained_every_window_equals_1f1b(two, four, name):
     runs = two if name in VARIANTS else four
@@ -120,7 +139,18 @@ def test_4_drained_every_window_equals_1f1b(two, four, name):
 def test_5_a_stream_equals_its_replay(two, one, name):
     ranks, replay = two[f"stream-{name}"], one[name][0]
     assert ranks[-1]["losses"] == replay["losses"] and len(replay["losses"]) == 4
-    assert [rank["weights"] for rank in ranks] == replay["weights"]
+    for key in ("weights", "buffers"):
+        assert [rank[key] for rank in ranks] == replay[key]
+
+
+@pytest.mark.parametrize("name", PARALLEL_REPLAYED)
+def test_5_a_parallel_stream_equals_its_replay(four, replays, name):
+    found, replayed = four[f"stream-{name}"], replays[name]
+    assert [rank["losses"] for rank in found[2:]] == [replay["losses"] for replay in replayed]
+    for stage in (0, 1):
+        for key in ("weights", "buffers"):
+            stream = [rank[key] for rank in found[2 * stage : 2 * stage + 2]]
+            assert stream == [replay[key][stage] for replay in replayed]
 
 
 @pytest.mark.parametrize("name", [name for name in PARALLEL if not name.startswith("tp")])

@@ -38,21 +38,33 @@ SETUPS = {
         f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --bf16", TIED
     ),
 }
+# Streams that are replayed; each of two processes replays its part of both stages. Overlapping
+# changes no number, so the replay reduces and gathers late.
+REPLAYED = ("tp", "tp-tied", "sp-bf16", "dp", "dp-tied-bf16", "sharded-overlaps", "sharded-tied",
+            "sharded-tied-overlaps-bf16", "cp")
 # Gathering late or early, reducing late or early: the same numbers.
 SAME = [("sharded", "sharded-overlap"), ("sharded", "sharded-overlaps"), ("dp", "dp-overlap")]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("parallel")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
     scenarios = {}
     for name, (extra, base) in SETUPS.items():
         command = flags(2, f"{EVERY} {extra}", base)
         scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
         scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
         stream = flags(2, f"--pipeline-schedule paci --paci-accum 2 {extra}", base)
-        scenarios[f"stream-{name}"] = {"arguments": stream}
-    scenarios["again"] = {**scenarios["stream-sharded-overlaps"], "sleep_ms": 5}
-    folder = tmp_path_factory.mktemp("parallel")
+        scenarios[f"stream-{name}"] = {
+            "arguments": stream, "save_initial": str(folder / name) if name in REPLAYED else None
+        }
+    scenarios["again"] = {
+        **scenarios["stream-sharded-overlaps"], "save_initial": None, "sleep_ms": 5
+    }
     scenarios["attention"] = {
         "script": "tests/gloo/attention_ranks.py", "arguments": [str(folder)]
     }
@@ -61,6 +73,20 @@ def ranks(tmp_path_factory):
         json.loads((folder / f"attention.rank{rank}.json").read_text()) for rank in range(4)
     ]
     return found
+
+
+@pytest.fixture(scope="module")
+def replays(folder, ranks):
+    scenarios = {}
+    for name in REPLAYED:
+        extra, base = SETUPS[name]
+        for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
+            extra = extra.replace(flag, "")
+        scenarios[name] = {
+            "arguments": flags(1, extra, base),
+            "replay": {"num_stages": 2, "accumulation": 2, "initial": str(folder / name)},
+        }
+    return launch(2, scenarios, folder / "replays", seconds=300)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +111,16 @@ def assert_same_training(stock: list[dict], paci: list[dict]) -> None:
 @pytest.mark.parametrize("name", SETUPS)
 def test_4_drained_every_window_equals_1f1b(ranks, name):
     assert_same_training(ranks[f"stock-{name}"], ranks[f"paci-{name}"])
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_5_a_stream_equals_its_replay(ranks, replays, name):
+    found, replayed = ranks[f"stream-{name}"], replays[name]
+    assert [rank["losses"] for rank in found[2:]] == [replay["losses"] for replay in replayed]
+    assert len(found[2]["losses"]) == 4
+    for stage in (0, 1):
+        stream = [rank["weights"] for rank in found[2 * stage : 2 * stage + 2]]
+        assert stream == [replay["weights"][stage] for replay in replayed]
 
 
 def test_4_drained_every_window_equals_1f1b_with_all_at_once(eight):

@@ -7,14 +7,19 @@ import logging
 
 import pytest
 
+from megatron_paci import arguments
 from megatron_paci.compatibility import (
     ConfigurationError,
     check,
+    check_call,
+    check_parsed,
     take_over,
     violations,
+    warn_unproved,
     warn_untried_version,
 )
-from megatron_paci.rules import PACI_RULES, SELECTION_RULES
+from megatron_paci.refused import PACI_RULES
+from megatron_paci.rules import SELECTION_RULES
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 "
@@ -56,6 +61,9 @@ def parse():
         PACI.replace("--untie-embeddings-and-output-weights", "--use-distributed-optimizer"),
         PACI.replace("--untie-embeddings-and-output-weights", "--ckpt-format torch"),
         PACI + "--pipeline-model-parallel-layout Et|tttL",
+        PACI + "--hybrid-layer-pattern *-|*-/MM",
+        PACI + "--pipeline-model-parallel-comm-backend nccl",
+        PACI + "--fp16",
     ],
 )
 def test_what_runs_is_let_through(parse, text):
@@ -86,8 +94,8 @@ def test_interleaved_needs_a_pipeline(parse):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--paci-accum 3", ["3", "8 microbatches", "--paci-accum 1 or 2 or 4 or 8"]),
-        ("--paci-accum 16", ["16", "8 microbatches"]),
+        ("--paci-accum 3", ["--paci-accum 3", "8 microbatches", "--paci-accum 1 or 2 or 4 or 8"]),
+        ("--paci-accum 16", ["--paci-accum 16", "8 microbatches"]),
         ("--paci-accum 0", ["--paci-accum 0", "at least 1"]),
         ("--paci-accum -1", ["--paci-accum -1", "at least 1"]),
         ("--paci-accum 2.5", ["--paci-accum 2.5", "whole number"]),
@@ -95,34 +103,71 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--num-layers-per-virtual-pipeline-stage 1", ["virtual", "one model chunk"]),
         ("--num-virtual-stages-per-pipeline-rank 2", ["virtual", "drop"]),
         ("--pipeline-model-parallel-layout Et|t|t|tL", ["virtual", "second chunk"]),
-        ("--cuda-graph-impl local", ["CUDA graphs", "drop --cuda-graph-impl"]),
+        ("--hybrid-layer-pattern *-|*-|*-|*-", ["virtual", "pattern"]),
+        ("--cuda-graph-impl local", ["CUDA graphs", "--cuda-graph-impl none"]),
         ("--enable-cuda-graph", ["CUDA graphs"]),
         ("--external-cuda-graph", ["CUDA graphs"]),
+        ("--cuda-graph-scope full", ["CUDA graphs", "drop --cuda-graph-scope"]),
+        ("--overlap-moe-expert-parallel-comm", ["one microbatch with the backward of another"]),
+        ("--delay-wgrad-compute", ["miss the window"]),
+        ("--overlap-dispatch-backward-with-experts-wgrad", ["miss the window"]),
+        ("--defer-embedding-wgrad-compute", ["miss the window"]),
+        ("--fine-grained-activation-offloading", ["e.g. --recompute-granularity full"]),
+        ("--cpu-offloading-num-layers 1", ["in the order of"]),
+        ("--moe-paged-stash", ["in the order of"]),
+        ("--moe-expert-rank-capacity-factor 1.5", ["in flight"]),
+        ("--error-injection-rate 5", ["in flight"]),
+        ("--transformer-impl inference_optimized", ["take --transformer-impl"]),
         ("--use-megatron-fsdp", ["fully sharded", "drop --use-megatron-fsdp"]),
-        ("--use-torch-fsdp2", ["fully sharded"]),
-        ("--fp8-format hybrid", ["fp8", "take --bf16"]),
+        ("--use-torch-fsdp2", ["fully sharded", "take --use-distributed-optimizer"]),
+        ("--hybrid-context-parallel", ["a schedule of its own"]),
+        ("--max-seqlen-per-dp-cp-rank 64", ["a schedule of its own"]),
+        ("--expert-tensor-parallel-size 2", ["--tensor-model-parallel-size"]),
+        ("--tensor-parallel-num-weight-shards 2", ["count as replicas"]),
+        ("--num-distributed-optimizer-instances 2", ["two stages", "leave it at 1"]),
+        ("--overlap-param-gather-with-optimizer-step", ["take --overlap-param-gather"]),
+        ("--pipeline-model-parallel-comm-backend ucc", ["comm-backend nccl"]),
+        ("--use-ring-exchange-p2p", ["one-way links"]),
+        ("--fake-process-group", ["nothing is communicated"]),
+        ("--fp8-format hybrid", ["low-precision copies", "take --bf16"]),
+        ("--fp4-format e2m1", ["low-precision copies"]),
+        ("--te-precision-config-file f", ["low-precision copies"]),
+        ("--moe-router-load-balancing-type quantile_balancing", ["aux_loss"]),
+        ("--moe-enable-routing-replay", ["one routing per layer"]),
+        ("--sft", ["packed"]),
+        ("--dataloader-inter-document-masking", ["packed"]),
+        ("--dsa-indexer-loss-coeff 0.1", ["indexer loss"]),
+        ("--vision-pretraining", ["hooks"]),
+        ("--optimizer dist_muon", ["layer-wise", "take muon instead"]),
+        ("--optimizer-cpu-offload", ["optimizer offload"]),
+        ("--mtp-detach-heads", ["norm of their own"]),
+        ("--use-precision-aware-optimizer", ["gradient to be clipped"]),
+        ("--freeze-all-layers", ["no optimizer"]),
+        ("--qk-clip", ["over all stages"]),
+        ("--log-max-attention-logit", ["over all stages"]),
+        ("--check-for-spiky-loss", ["rerun state machine"]),
+        ("--check-for-large-grads", ["rerun state machine"]),
+        ("--result-rejected-tracker-filename f", ["--iterations-to-skip"]),
+        ("--perform-rl-step", ["reinforcement"]),
+        ("--logits-load-dir d", ["distillation"]),
         ("--log-params-norm", ["--log-params-norm", "drop it"]),
         ("--log-straggler", ["gather or check over all ranks"]),
-        ("--log-energy", ["--log-energy"]),
-        ("--num-distributed-optimizer-instances 2", ["--num-distributed-optimizer-instances"]),
-        ("--sft", ["packed"]),
-        ("--optimizer dist_muon", ["layer-wise", "take muon instead"]),
-        ("--optimizer muon --use-distributed-optimizer", ["all ranks", "drop --use-dist"]),
-        ("--optimizer-cpu-offload", ["--optimizer-cpu-offload"]),
-        ("--perform-rl-step", ["reinforcement"]),
-        ("--error-injection-rate 5", ["--error-injection-rate"]),
-        ("--save-wgrads-interval 5", ["dumps"]),
-        ("--qk-clip", ["--qk-clip"]),
-        ("--defer-embedding-wgrad-compute", ["--defer-embedding-wgrad-compute"]),
-        ("--fine-grained-activation-offloading", ["--fine-grained-activation-offloading"]),
+        ("--log-energy", ["--log-energy: monitors"]),
+        ("--inprocess-restart", ["restart from a checkpoint"]),
+        ("--fault-injector-ranks 1", ["broadcast"]),
+        ("--exit-signal-handler-for-training", ["take --exit-signal-handler"]),
+        ("--save-wgrads-interval 5", ["--save-wgrads-interval 5: dumps"]),
+        ("--moe-routing-trace-path p", ["dumps"]),
         ("--distributed-timeout-seconds-after-init 60", ["set --distributed-timeout-minutes"]),
-        ("--check-for-spiky-loss", ["rerun state machine"]),
+        ("--ckpt-format fsdp_dtensor", ["take --ckpt-format torch_dist"]),
     ],
 )
 def test_what_paci_cannot_do_is_refused_with_reason_and_remedy(parse, flags, words):
-    assert_refused(parse(PACI + flags), words)
-    schedules = ["--pipeline-schedule", "--paci-accum"]
-    if not any(flags.startswith(name) for name in schedules):
+    if flags.split()[0] not in parse.parser._option_string_actions:
+        pytest.skip("this version of Megatron does not have the flag")
+    # The message begins with the flag as it was typed, value included.
+    assert_refused(parse(PACI + flags), [f"- {flags}: ", *words])
+    if not flags.startswith("--paci-accum"):
         check(parse(BASE + flags))  # Megatron's own schedules keep it
 
 
@@ -130,6 +175,98 @@ def test_context_parallelism_counts_among_the_ranks_of_a_replica(parse):
     flags = PACI + "--context-parallel-size 2 --paci-accum "
     check(parse(flags + "8", 4))  # one replica: 16 samples are 8 microbatches of 2
     assert_refused(parse(flags + "8", 8), ["4 microbatches"])
+
+
+def test_whole_layers_of_an_optimizer_stay_on_every_replica(parse):
+    check(parse(PACI + "--optimizer muon"))
+    assert_refused(
+        parse(PACI + "--optimizer muon --use-distributed-optimizer"),
+        ["over all ranks", "drop --use-distributed-optimizer"],
+    )
+
+
+def test_multi_token_prediction_belongs_to_the_last_stage(parse):
+    layout = PACI + "--mtp-num-layers 1 --pipeline-model-parallel-layout "
+    check(parse(layout + "Et|tttmL"))
+    assert_refused(
+        parse(layout + "Etm|tttL"),
+        ["--pipeline-model-parallel-layout Etm|tttL", "put every m", "into the last stage"],
+    )
+
+
+@pytest.mark.parametrize("losses", ["--num-experts 4", "--mtp-num-layers 1"])
+def test_auxiliary_losses_need_one_loss_scale(parse, losses):
+    words = ["- --fp16: ", "--loss-scale", "--bf16"]
+    assert_refused(parse(PACI + f"--fp16 {losses}"), words)
+    for scale in ("--bf16", "--fp16 --loss-scale 128"):
+        broken = violations(parse(PACI + f"{scale} {losses}"))
+        assert not any(line.startswith("- --fp16") for line in broken)
+
+
+def test_a_yaml_file_would_drop_the_schedule(parse):
+    without = argparse.Namespace(num_layers=4)  # what Megatron makes of a YAML file
+    check_parsed(without, ["--yaml-cfg", "f"])
+    check_parsed(parse(PACI), PACI.split())
+    for command in (["--yaml-cfg", "f", "--pipeline-schedule", "paci"],
+                    ["--pipeline-schedule=paci"]):
+        with pytest.raises(ConfigurationError, match="--yaml-cfg: .*Remedy: give the settings"):
+            check_parsed(without, command)
+
+
+@pytest.mark.parametrize("name", ["p2p_communicator", "pg_collection"])
+def test_a_multi_module_pipeline_is_refused(name):
+    check_call({"p2p_communicator": None, "model": [object()]})
+    with pytest.raises(ConfigurationError, match=f"{name}=.*multi-module.*Remedy:"):
+        check_call({name: object()})
+
+
+@pytest.fixture
+def newer_megatron(parse, monkeypatch):
+    """Arguments that Megatron's parser has and the table does not know."""
+    known = arguments.megatron_arguments()
+    newer = {
+        "overlap_everything": arguments.Argument("--overlap-everything", False),
+        "seq_chunks": arguments.Argument("--sequence-chunks", 1),
+    }
+    monkeypatch.setattr(
+        "megatron_paci.compatibility.megatron_arguments", lambda: {**known, **newer}
+    )
+
+    def parse_with(text, **values):
+        args = parse(text)
+        vars(args).update({name: each.default for name, each in newer.items()} | values)
+        return args
+
+    return parse_with
+
+
+def test_a_flag_of_a_newer_megatron_is_refused_unless_accepted(newer_megatron, caplog):
+    check(newer_megatron(PACI))  # at its default it changes nothing
+    check(newer_megatron(BASE, overlap_everything=True))
+    check(newer_megatron(PACI, of_the_launch_script=3))
+    args = newer_megatron(PACI, overlap_everything=True, seq_chunks=2)
+    assert_refused(args, ["- --overlap-everything: ", "- --sequence-chunks: ",
+                          "add --paci-accept-unknown-flags"])
+    args.paci_accept_unknown_flags = True
+    check(args)
+    with caplog.at_level(logging.WARNING):
+        warn_unproved(args)
+    assert "--overlap-everything, --sequence-chunks" in caplog.text
+
+
+def test_what_no_test_has_proved_is_named_once(parse, caplog):
+    off = ("--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
+           "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+           "--no-bias-dropout-fusion --no-rope-fusion ")
+    with caplog.at_level(logging.WARNING):
+        warn_unproved(parse(PACI + off))
+        assert not caplog.records
+        warn_unproved(parse(PACI + off + "--tp-comm-overlap"))
+        assert "together with: overlapped or symmetric tensor" in caplog.text
+        caplog.clear()
+        warn_unproved(parse(PACI))
+    assert len(caplog.records) == 1
+    assert "NCCL, Transformer Engine, gradient accumulation fusion, fused kernels;" in caplog.text
 
 
 def test_all_that_is_wrong_is_said_at_once(parse):
@@ -145,13 +282,15 @@ def test_a_batch_size_schedule_has_to_fit_at_every_step(parse):
     check(args)
     args.paci_accum = 8
     assert_refused(args, ["4 or 8 or 12 microbatches", "--paci-accum 1 or 2 or 4"])
+    args.step_batch_size_schedule = "0:8,256:16,768:24"  # Megatron takes commas too
+    assert_refused(args, ["4 or 8 or 12 microbatches"])
 
 
 def test_every_rule_names_a_feature_and_formats(parse):
     args = parse(PACI)
-    facts = dict.fromkeys(("counts", "divisors"), "x")
+    facts = dict.fromkeys(("counts", "divisors", "flags"), "x")
     for rule in SELECTION_RULES + PACI_RULES:
-        assert rule.feature and rule.reason.format(args=args, **facts)
+        assert rule.feature and rule.arguments and rule.reason.format(args=args, **facts)
         assert rule.remedy.format(args=args, **facts)
 
 
@@ -180,6 +319,7 @@ def test_the_flags_and_their_help(parse):
     group = next(g for g in parse.parser._action_groups if g.title == "paci")
     assert [action.option_strings[0] for action in group._group_actions] == [
         "--pipeline-schedule", "--paci-accum", "--paci-clip", "--paci-nonfinite", "--paci-record",
+        "--paci-accept-unknown-flags",
     ]
     assert all(action.help for action in group._group_actions)
     text = parse.parser.format_help()  # raises in Megatron 0.19.2 without the plugin
