@@ -92,7 +92,7 @@ WORKS = (
         f"{REPORTS}test_an_fp16_overflow_lowers_the_scale_and_training_goes_on",
     ),
     works(
-        "Adam, SGD, Muon, Lion and what else emerging-optimizers has",
+        "Adam, SGD, Muon, Lion, SOAP",
         "optimizer weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum muon_momentum "
         "muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type "
         "muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer lion_beta1 "
@@ -163,8 +163,8 @@ WORKS = (
     ),
     works(
         "mixture of experts, expert parallelism",
-        "num_experts expert_model_parallel_size moe_router_enable_expert_bias "
-        "moe_per_layer_logging",
+        "num_experts expert_model_parallel_size expert_tensor_parallel_size "
+        "moe_router_enable_expert_bias moe_per_layer_logging",
         "auxiliary losses are scaled by the window and logged over all stages; expert biases "
         "follow the steps of their stage",
         f"{EXPERTS}test_4_drained_every_window_equals_1f1b",
@@ -173,7 +173,7 @@ WORKS = (
     ),
     works(
         "multi-token prediction",
-        "mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_hybrid_override_pattern",
+        "mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer",
         "its layers on the last stage, with a copy of the first one's embedding",
         f"{EXPERTS}test_4_drained_every_window_equals_1f1b",
         f"{EXPERTS}test_5_a_stream_equals_its_replay",
@@ -299,7 +299,7 @@ UNPROVED = (
     ),
     unproved(
         "Mamba, gated delta net and sparse attention layers",
-        "is_hybrid_model hybrid_layer_pattern hybrid_override_pattern "
+        "is_hybrid_model hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern "
         "experimental_attention_variant",
         "layers with GPU kernels alone",
     ),

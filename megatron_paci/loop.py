@@ -8,7 +8,6 @@ as it is drained the originals work as ever.
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,7 +95,7 @@ def _sum_router_metrics(original, tracker, metric_names, *args, **kwargs):
     if stage is None:
         original(tracker, metric_names, *args, **kwargs)
     elif stage.is_last_stage:  # it has the metrics of all stages already (router_metrics.py)
-        original(tracker, metric_names, SimpleNamespace(pp=stage.alone))
+        original(tracker, metric_names, stage.collection)
 
 
 def _check_param_hashes(original, *args, **kwargs):

@@ -118,14 +118,6 @@ PARALLELISM = (
         "hybrid_context_parallel max_seqlen_per_dp_cp_rank",
         "a schedule of its own, with another number of microbatches in every iteration",
     ),
-    Rule(
-        "experts split unlike the rest",
-        ("expert_tensor_parallel_size",),
-        lambda args: getattr(args, "expert_tensor_parallel_size", None)
-        not in (None, args.tensor_model_parallel_size),
-        "experts would have replicas of their own, which has not been proved here",
-        "drop {flags}, or set it to --tensor-model-parallel-size",
-    ),
     refuse(
         "weights sharded over more ranks than tensor parallelism (GTP)",
         "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards",

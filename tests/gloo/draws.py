@@ -21,10 +21,11 @@ BASE = (
 EVERY = "--eval-interval 1 --eval-iters 1"  # drains after every iteration
 NEVER = "--eval-interval 1000 --eval-iters 1"
 
-# Pipeline stages, data-parallel replicas, tensor-parallel ranks; those that matter most twice.
+# Pipeline stages, data-parallel replicas, tensor-parallel and context-parallel ranks; those that
+# matter most twice.
 TOPOLOGIES = [
-    (2, 1, 1), (2, 2, 1), (2, 2, 1), (2, 1, 2), (2, 1, 2), (3, 1, 1), (3, 1, 1), (4, 1, 1),
-    (4, 1, 1), (1, 1, 1), (1, 2, 2),
+    (2, 1, 1, 1), (2, 2, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 2, 1), (2, 1, 1, 2),
+    (3, 1, 1, 1), (3, 1, 1, 1), (4, 1, 1, 1), (4, 1, 1, 1), (1, 1, 1, 1), (1, 2, 2, 1),
 ]
 MICROBATCHES = [4, 2, 6, 3, 5, 1]  # the first is the simplest draw: a stream that fills
 # A small fp16 scale: sums over the tokens of a window must not overflow, as stock would stop then.
@@ -48,6 +49,14 @@ REDUCTION = {
     "sharded-overlap": "--use-distributed-optimizer --overlap-grad-reduce",
     "sharded-overlaps": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
+MODEL = {
+    "gpt": "",
+    "experts": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-1 --disable-bias-linear",
+    "expert-bias": "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type none --disable-bias-linear",
+    "mtp": "--mtp-num-layers 1 --position-embedding-type rope",
+}
 ARCHITECTURE = {
     "rope": "--position-embedding-type rope",
     "swiglu": "--swiglu --disable-bias-linear",
@@ -64,6 +73,7 @@ class Setup:
     stages: int = 2
     replicas: int = 1
     tensor: int = 1
+    context: int = 1
     microbatches: int = 4
     accumulation: int = 2
     micro_batch_size: int = 1
@@ -76,17 +86,22 @@ class Setup:
     optimizer: str = "adam"
     reduction: str = "plain"
     sequence_parallel: bool = False
+    model: str = "gpt"
     layers: str = "one"
     architecture: tuple[str, ...] = ()
     seed: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.stages * self.replicas * self.tensor
+        return self.stages * self.ranks_of_a_stage
+
+    @property
+    def ranks_of_a_stage(self) -> int:
+        return self.replicas * self.tensor * self.context
 
     def stage_of(self, rank: int) -> int:
         """Return the stage of a global rank: they are numbered stage by stage."""
-        return rank // (self.replicas * self.tensor)
+        return rank // self.ranks_of_a_stage
 
     def common(self) -> str:
         """Return the flags that all four runs share."""
@@ -95,10 +110,11 @@ class Setup:
             BASE,
             f"--pipeline-model-parallel-size {self.stages}",
             f"--tensor-model-parallel-size {self.tensor}",
+            f"--context-parallel-size {self.context}",
             f"--micro-batch-size {self.micro_batch_size} --global-batch-size {batch}",
             f"--attention-dropout {self.dropout} --hidden-dropout {self.dropout}",
             f"--optimizer {self.optimizer} --seed {self.seed}",
-            PRECISION[self.precision], RECOMPUTE[self.recompute], REDUCTION[self.reduction],
+            MODEL[self.model], PRECISION[self.precision], RECOMPUTE[self.recompute], REDUCTION[self.reduction],
             self._layers(),
             *(ARCHITECTURE[name] for name in self.architecture),
         ]
@@ -106,6 +122,8 @@ class Setup:
             parts.append("--untie-embeddings-and-output-weights")
         if self.per_token:
             parts.append("--calculate-per-token-loss")
+        if self.model.startswith("expert") and self.replicas > 1:
+            parts.append(f"--expert-model-parallel-size {self.replicas}")
         if self.sequence_parallel:
             parts.append("--sequence-parallel")
         return " ".join(parts)
@@ -118,7 +136,7 @@ class Setup:
             "more-first": f"--num-layers {n + 1} --decoder-first-pipeline-num-layers 2",
             "more-last": f"--num-layers {n + 1} --decoder-last-pipeline-num-layers 2",
             "layout": f"--num-layers {n + 1} --pipeline-model-parallel-layout "
-                      f"Et|{'t|' * (n - 2)}ttL",
+                      f"Et|{'t|' * (n - 2)}tt{'m' * (self.model == 'mtp')}L",
         }[self.layers]
 
     def drained(self) -> list[str]:
@@ -160,16 +178,20 @@ def supported(setup: Setup) -> bool:
 @st.composite
 def setups(draw) -> Setup:
     """Draw what Megatron itself accepts."""
-    stages, replicas, tensor = draw(st.sampled_from(TOPOLOGIES))
+    stages, replicas, tensor, context = draw(st.sampled_from(TOPOLOGIES))
+    model = draw(st.sampled_from(["gpt", *MODEL]))
+    has_experts = model.startswith("expert")
     microbatches = draw(st.sampled_from(MICROBATCHES))
     divisors = [a for a in range(1, microbatches + 1) if microbatches % a == 0]
     optimizer = draw(st.sampled_from(["adam", "sgd"]))
     # Megatron shards the state of Adam only.
-    reductions = list(REDUCTION)[: 5 if optimizer == "adam" else 2] if replicas > 1 else ["plain"]
+    several = replicas * context > 1
+    reductions = list(REDUCTION)[: 5 if optimizer == "adam" else 2] if several else ["plain"]
     return Setup(
         stages=stages,
         replicas=replicas,
         tensor=tensor,
+        context=context,
         microbatches=microbatches,
         accumulation=draw(st.sampled_from(divisors)),
         micro_batch_size=draw(st.integers(1, 2)),
@@ -181,7 +203,9 @@ def setups(draw) -> Setup:
         dropout=draw(st.sampled_from([0.0, 0.1])),
         optimizer=optimizer,
         reduction=draw(st.sampled_from(reductions)),
-        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        # Megatron splits experts over tensor-parallel ranks only with sequence parallelism.
+        sequence_parallel=tensor > 1 and (has_experts or draw(st.booleans())),
+        model=model,
         layers=draw(st.sampled_from(LAYERS if stages > 1 else LAYERS[:2])),
         architecture=tuple(sorted(draw(st.sets(st.sampled_from(list(ARCHITECTURE)))))),
         seed=draw(st.integers(1, 1000)),

@@ -37,6 +37,7 @@ class ReplayStage:
     """Weights, optimizer and queue of one stage."""
 
     def __init__(self, index: int, num_stages: int, data_iterator, initial: str):
+        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -55,9 +56,14 @@ class ReplayStage:
         self.groups.embd = self.groups.pos_embd = None
         collection = copy.copy(self.groups)
         collection.pp = FakePipelineGroup(index, num_stages)
+        # Multi-token prediction asks the global state, not the groups, for the last stage.
+        parallel_state.set_pipeline_model_parallel_rank(index)
+        parallel_state.set_pipeline_model_parallel_world_size(num_stages)
         module = gpt = build_gpt(
             index == 0, index == num_stages - 1, config=self.config, pg_collection=collection
         )
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)
         if args.bf16:
             module = Float16Module(self.config, gpt)
         self.model = DistributedDataParallel(

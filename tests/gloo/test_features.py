@@ -17,6 +17,7 @@ TWO = {
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --ffn-hidden-size 96",
     "muon": "--optimizer muon --bf16",
     "lion": "--optimizer lion",
+    "soap": "--optimizer soap",
 }
 FOUR = {
     "layout": "--num-layers 6 --pipeline-model-parallel-layout Ett|t|tt|tL",

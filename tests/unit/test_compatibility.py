@@ -122,7 +122,6 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--use-torch-fsdp2", ["fully sharded", "take --use-distributed-optimizer"]),
         ("--hybrid-context-parallel", ["a schedule of its own"]),
         ("--max-seqlen-per-dp-cp-rank 64", ["a schedule of its own"]),
-        ("--expert-tensor-parallel-size 2", ["--tensor-model-parallel-size"]),
         ("--tensor-parallel-num-weight-shards 2", ["count as replicas"]),
         ("--num-distributed-optimizer-instances 2", ["two stages", "leave it at 1"]),
         ("--overlap-param-gather-with-optimizer-step", ["take --overlap-param-gather"]),
