@@ -24,7 +24,7 @@ FLAGS = (
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 255 --untie-embeddings-and-output-weights "
     "--attention-dropout 0 --hidden-dropout 0 --log-interval 1000 --train-iters 60 --clip-grad 1 "
-    "--lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --eval-iters 0 --seed 1 "
+    "--lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --eval-iters 0 --eval-interval 1000 --seed 1 "
     f"--pipeline-model-parallel-size {STAGES} --rerun-mode disabled"
 )
 RECOMPUTE = (

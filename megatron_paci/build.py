@@ -88,7 +88,7 @@ class MegatronStage:
         self._statistics = StageLocalStatistics(
             optimizer, lambda group: create_group_within_stage(group, pipeline, timeout=timeout)
         )
-        self.collection = stage_local_collection(self._collection, self._groups.alone)
+        self.stage_collection = stage_local_collection(self._collection, self._groups.alone)
         self._tied = None
         if tied is not None and self._groups.tied_weight is not None:
             self._tied = TiedEmbedding(
@@ -117,7 +117,7 @@ class MegatronStage:
             optimizer,
             scheduler,
             self.config,
-            self.collection,
+            self.stage_collection,
             pipeline,
             stage=schedule.stage,
             ledger=Ledger(clip=clip, is_first=is_first),

@@ -95,7 +95,7 @@ def _sum_router_metrics(original, tracker, metric_names, *args, **kwargs):
     if stage is None:
         original(tracker, metric_names, *args, **kwargs)
     elif stage.is_last_stage:  # it has the metrics of all stages already (router_metrics.py)
-        original(tracker, metric_names, stage.collection)
+        original(tracker, metric_names, stage.stage_collection)
 
 
 def _check_param_hashes(original, *args, **kwargs):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
 
-from megatron_paci.channel import Link
 from megatron_paci.groups import StageGroups
+from megatron_paci.link import Link
 
 METRICS = (
     "load_balancing_loss",

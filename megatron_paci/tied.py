@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_paci.channel import Link
 from megatron_paci.groups import StageGroups
+from megatron_paci.link import Link
 from megatron_paci.optimizers import updated_by
 
 

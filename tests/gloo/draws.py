@@ -114,8 +114,8 @@ class Setup:
             f"--micro-batch-size {self.micro_batch_size} --global-batch-size {batch}",
             f"--attention-dropout {self.dropout} --hidden-dropout {self.dropout}",
             f"--optimizer {self.optimizer} --seed {self.seed}",
-            MODEL[self.model], PRECISION[self.precision], RECOMPUTE[self.recompute], REDUCTION[self.reduction],
-            self._layers(),
+            MODEL[self.model], PRECISION[self.precision], RECOMPUTE[self.recompute],
+            REDUCTION[self.reduction], self._layers(),
             *(ARCHITECTURE[name] for name in self.architecture),
         ]
         if not self.tied:

@@ -8,6 +8,7 @@ going through all of them in step tells for any timing whether somebody waits fo
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_paci.channel import PipelineChannel
 from megatron_paci.engine import Engine
@@ -44,6 +45,7 @@ class LoggingLink:
     def take(self):
         self._pending -= 1
         self._log.append(("take", self._name, "tensor"))
+        return torch.zeros(0)  # as a shape, that of the messages here
 
     def take_report(self):
         self._pending -= 1
@@ -64,10 +66,12 @@ class Nothing:
     """Compute and window of a stage that do nothing."""
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: torch.zeros(()) if name == "forward" else None
 
 
-def log_of_a_stage(stage: int, num_stages: int, accumulation: int, runs: list[int]) -> list[tuple]:
+def log_of_a_stage(
+    stage: int, num_stages: int, accumulation: int, runs: list[int], *, sends_shapes: bool = False
+) -> list[tuple]:
     """Return what a stage does with its links in ``runs``; 0 stands for a drain."""
     log: list[tuple] = []
     channel = PipelineChannel(StageGroups(alone=None), config=None, shape=tuple)
@@ -77,6 +81,10 @@ def log_of_a_stage(stage: int, num_stages: int, accumulation: int, runs: list[in
     if stage < num_stages - 1:
         channel._forward_out = LoggingLink(("forward", stage + 1), log)
         channel._backward_in = LoggingLink(("backward", stage + 1), log)
+    if sends_shapes and stage > 0:
+        channel._shape_in = LoggingLink(("shape", stage), log)
+    if sends_shapes and stage < num_stages - 1:
+        channel._shape_out = LoggingLink(("shape", stage + 1), log)
     engine = Engine(
         StageSchedule(stage, num_stages, accumulation),
         compute=Nothing(), channel=channel, window=Nothing(),
@@ -122,12 +130,15 @@ def walk(logs: list[list[tuple]]) -> str | None:
     return None
 
 
+@pytest.mark.parametrize("sends_shapes", [False, True], ids=["fixed", "variable"])
 @pytest.mark.parametrize("num_stages", range(2, 9))
-def test_blocking_sends_never_deadlock(num_stages):
+def test_blocking_sends_never_deadlock(num_stages, sends_shapes):
     for n, m, a in SHAPES:
         if n == num_stages:
             runs = [m, m, m, 0, m, 0]  # three iterations, a drain, one more
-            logs = [log_of_a_stage(stage, n, a, runs) for stage in range(n)]
+            logs = [
+                log_of_a_stage(stage, n, a, runs, sends_shapes=sends_shapes) for stage in range(n)
+            ]
             assert walk(logs) is None, f"N={n} m={m} a={a}"
 
 

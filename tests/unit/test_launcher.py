@@ -63,12 +63,12 @@ def test_a_script_runs_as_main_with_its_folder_first(tmp_path):
 def test_a_refused_run_lists_everything_and_makes_no_process_group():
     done = launch(
         "run", "--device", "cpu", str(ROOT / "examples/pretrain_gpt.py"), *FLAGS,
-        "--paci-accum", "3", "--num-experts", "4", "--num-virtual-stages-per-pipeline-rank", "2",
+        "--paci-accum", "3", "--sft", "--num-virtual-stages-per-pipeline-rank", "2",
         "--log-params-norm",
     )
     assert done.returncode == 2, done.stderr
     message = done.stderr[done.stderr.index("megatron_paci: error:"):]
-    for words in ("--paci-accum 3", "1 or 2 or 4 or 8", "mixture", "virtual", "--log-params-norm"):
+    for words in ("--paci-accum 3", "1 or 2 or 4 or 8", "packed", "virtual", "--log-params-norm"):
         assert words in message
     assert message.count("Remedy:") == 4
     assert "Traceback" not in done.stderr and "initializing torch distributed" not in done.stdout
