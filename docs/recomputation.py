@@ -24,7 +24,8 @@ FLAGS = (
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 255 --untie-embeddings-and-output-weights "
     "--attention-dropout 0 --hidden-dropout 0 --log-interval 1000 --train-iters 60 --clip-grad 1 "
-    "--lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --eval-iters 0 --eval-interval 1000 --seed 1 "
+    "--lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --eval-iters 0 "
+    "--eval-interval 1000 --seed 1 "
     f"--pipeline-model-parallel-size {STAGES} --rerun-mode disabled"
 )
 RECOMPUTE = (
@@ -72,9 +73,9 @@ def rank(folder: Path) -> None:
 
         comparison, losses = Comparison(), []
 
-        def watch(original, *args, comparison=comparison, **kwargs):
+        def watch(original, *args, run=run, comparison=comparison, **kwargs):
             for module in args[1][0].modules():
-                if isinstance(module, TransformerLayer):
+                if run["recomputes"] and isinstance(module, TransformerLayer):
                     module.register_forward_hook(comparison.hook)
             return original(*args, **kwargs)
 
@@ -126,7 +127,10 @@ def main() -> None:
             ]
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(
-            STAGES, [{"flags": run[-1].split()} for run in runs], Path(folder), seconds=3600,
+            STAGES,
+            [{"flags": flags.split(), "recomputes": recomputes} for *_, recomputes, flags in runs],
+            Path(folder),
+            seconds=3600,
             program=[__file__],
         )
     by_run = dict(zip([run[:3] for run in runs], found))
