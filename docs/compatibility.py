@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_paci.arguments import megatron_arguments, paci_arguments  # noqa: E402
-from megatron_paci.features import UNPROVED, WORKS  # noqa: E402
+from megatron_paci.features import WORKS  # noqa: E402
 from megatron_paci.known_arguments import INDIFFERENT, MEGATRON_VERSION  # noqa: E402
 from megatron_paci.refused import PACI_RULES  # noqa: E402
 from megatron_paci.rules import SELECTION_RULES, Rule  # noqa: E402
+from megatron_paci.unproved import UNPROVED  # noqa: E402
 
 PAGE = Path(__file__).with_suffix(".md")
 CHECKS = "tests/unit/test_compatibility.py"
@@ -24,7 +25,7 @@ CHECKS = "tests/unit/test_compatibility.py"
 INTRODUCTION = f"""# Compatibility
 
 What of Megatron runs under `--pipeline-schedule paci`. Made by `python docs/compatibility.py` from
-`megatron_paci/features.py`, `refused.py`, `refused_training.py`, `rules.py` and
+`megatron_paci/features.py`, `unproved.py`, `refused.py`, `refused_training.py`, `rules.py` and
 `known_arguments.py`; all arguments of Megatron-Core {MEGATRON_VERSION} and the few that only 0.18.2
 has were gone through. An argument counts here if it touches the pipeline
 schedule, the optimizer step, loss scaling, the communication of gradients and weights, collectives

@@ -190,9 +190,10 @@ class MegatronStage:
 
     def drain(self) -> None:
         """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""
-        self.engine.drain()
-        if self._metrics is not None:
-            self._metrics.finish()
+        if self.engine.streaming:
+            self.engine.drain()
+            if self._metrics is not None:
+                self._metrics.end_drain()
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:

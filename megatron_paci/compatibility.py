@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_paci.arguments import megatron_arguments, paci_arguments, selected_schedule
-from megatron_paci.features import UNPROVED, WORKS
+from megatron_paci.features import WORKS
 from megatron_paci.known_arguments import INDIFFERENT
 from megatron_paci.refused import PACI_RULES
 from megatron_paci.rules import SELECTION_RULES, Rule, divisors, microbatch_counts
+from megatron_paci.unproved import UNPROVED
 
 logger = logging.getLogger(__name__)
 

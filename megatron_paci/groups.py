@@ -1,7 +1,7 @@
 """Process groups of a stage: the only place that creates any.
 
-All of them are made once, before training, in the same order on all their members; none appears
-inside the training loop.
+All of them are made once, before training, in the same order on all their members, and every link
+is connected then; none appears inside the training loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -67,29 +68,25 @@ def create_stage_groups(
     torch.distributed.all_gather_object(everyone, own)
     some_are_tied = any(holds_one for _, holds_one in everyone)
     rank = torch.distributed.get_rank()
-    groups = {}
+    groups = {"alone": _new_group([rank], "PACI_ALONE", timeout, use_local_synchronization=True)}
     for ranks in sorted({ranks for ranks, _ in everyone}):
-        for member in ranks:
-            alone = _new_group([member], "PACI_ALONE", timeout)
-            if member == rank:
-                groups["alone"] = alone
         for upper, lower in pairwise(ranks):
-            forward = _new_group([upper, lower], "PACI_FORWARD", timeout)
-            backward = _new_group([lower, upper], "PACI_BACKWARD", timeout)
+            forward = _new_link(upper, lower, "PACI_FORWARD", timeout)
+            backward = _new_link(lower, upper, "PACI_BACKWARD", timeout)
             if rank == upper:
                 groups |= {"forward_to_next": forward, "backward_from_next": backward}
             elif rank == lower:
                 groups |= {"forward_from_previous": forward, "backward_to_previous": backward}
             for wanted, name in ((shapes, "shapes"), (metrics, "metrics")):
                 if wanted:
-                    link = _new_group([upper, lower], f"PACI_{name.upper()}", timeout)
+                    link = _new_link(upper, lower, f"PACI_{name.upper()}", timeout)
                     if rank == upper:
                         groups[f"{name}_to_next"] = link
                     elif rank == lower:
                         groups[f"{name}_from_previous"] = link
         if some_are_tied and len(ranks) > 1:
-            gradient = _new_group([ranks[-1], ranks[0]], "PACI_TIED_GRADIENT", timeout)
-            weight = _new_group([ranks[0], ranks[-1]], "PACI_TIED_WEIGHT", timeout)
+            gradient = _new_link(ranks[-1], ranks[0], "PACI_TIED_GRADIENT", timeout)
+            weight = _new_link(ranks[0], ranks[-1], "PACI_TIED_WEIGHT", timeout)
             if rank in (ranks[0], ranks[-1]):
                 groups |= {"tied_gradient": gradient, "tied_weight": weight}
     return StageGroups(**groups)
@@ -117,8 +114,27 @@ def create_group_within_stage(
     return found
 
 
+def _new_link(
+    sender: int, receiver: int, description: str, timeout: timedelta | None
+) -> torch.distributed.ProcessGroup:
+    """Create a group for one-way messages and send one, so that the connection stands.
+
+    NCCL makes it with the first message, and the host waits meanwhile until the other end sends or
+    receives its first one. In the stream two neighbours would wait for each other so.
+    """
+    group = _new_group([sender, receiver], description, timeout)
+    rank = torch.distributed.get_rank()
+    if rank in (sender, receiver):
+        message = torch.zeros(1, device=torch.cuda.current_device())
+        if rank == sender:
+            torch.distributed.isend(message, receiver, group=group).wait()
+        else:
+            torch.distributed.irecv(message, sender, group=group).wait()
+    return group
+
+
 def _new_group(
-    ranks: list[int], description: str, timeout: timedelta | None
+    ranks: list[int], description: str, timeout: timedelta | None, **options: Any
 ) -> torch.distributed.ProcessGroup:
     """Create a group whose ranks follow the given order, the sender first.
 
@@ -130,7 +146,7 @@ def _new_group(
     """
     try:
         return torch.distributed.new_group(
-            ranks, timeout=timeout, group_desc=description, sort_ranks=False
+            ranks, timeout=timeout, group_desc=description, sort_ranks=False, **options
         )
     except TypeError as error:
         raise RuntimeError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from argparse import Namespace
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -51,15 +52,17 @@ def _parse_args(original, *args, **kwargs):
     return parsed
 
 
-def _validate_args(original, args, *rest, **kwargs):
+def _validate_args(original, args, defaults=None, **kwargs):
     # Every rank imports the data-index helper; Megatron builds it on the first one alone.
     ensure_helpers(build=lambda: None)
     if hasattr(args, "pipeline_schedule"):  # else parsed before the plugin was there
-        compatibility.check(args)
+        # What a launch script sets for flags that were not given counts as well.
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        compatibility.check(Namespace(**{**vars(args), **(defaults or {}), **given}))
         if selected_schedule(args) == "paci":
             compatibility.take_over(args)
             compatibility.warn_unproved(args)
-    return original(args, *rest, **kwargs)
+    return original(args, defaults or {}, **kwargs)
 
 
 def _train(original, *args, **kwargs):

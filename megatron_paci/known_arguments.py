@@ -2,8 +2,9 @@
 
 None of them touches the schedule, the optimizer step, the communication of gradients and weights, a
 collective over stages while training runs, or what a layer keeps between forward and backward.
-Those that do are judged by rules (rules.py, refused.py) or listed in features.py. An argument of a
-newer Megatron that is in none of these is refused when it is used (compatibility.py).
+Those that do are judged by rules (rules.py, refused.py) or listed in features.py and unproved.py.
+An argument of a newer Megatron that is in none of these is refused when it is used
+(compatibility.py).
 """
 
 MEGATRON_VERSION = "0.19.2"
@@ -118,7 +119,7 @@ LOGGING = """
     profile_step_start profile_step_end use_pytorch_profiler pytorch_profiler_collect_shapes
     pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra profile_ranks
     record_memory_history memory_snapshot_path record_shapes nvtx_ranges manual_gc
-    manual_gc_interval manual_gc_eval empty_unused_memory_level train_sync_interval
+    manual_gc_interval manual_gc_eval empty_unused_memory_level
 """
 
 INFERENCE = """
@@ -165,7 +166,8 @@ OTHER_MODELS = """
 
 ONLY_WITH_WHAT_IS_REFUSED = """
     overlap_p2p_comm overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage
-    cuda_graph_warmup_steps wgrad_deferral_limit high_priority_a2a_comm_stream
+    cuda_graph_warmup_steps cuda_graph_modules cuda_graph_scope_deprecated wgrad_deferral_limit
+    high_priority_a2a_comm_stream
     offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph
     delta_offload_bytes_across_pp_ranks activation_offload_fraction
     fine_grained_offloading_max_inflight_offloads cpu_offloading_retain_pinned_cpu_buffers

@@ -47,8 +47,17 @@ def _own_statistic(original, stat, *args, **kwargs):
     return stat if streaming() else original(stat, *args, **kwargs)
 
 
-def _start_or_stop_without_barrier(original, timer, barrier=False):
-    return original(timer, barrier=barrier and not streaming())
+def _start_or_stop_alone(original, timer, barrier=False):
+    if not streaming():
+        return original(timer, barrier=barrier)
+    # A timer waits for the whole device: for messages, too, whose receive is posted ahead and that
+    # other stages send later. What this stage computes is on the current stream.
+    whole_device = torch.cuda.synchronize
+    torch.cuda.synchronize = torch.cuda.current_stream().synchronize
+    try:
+        return original(timer, barrier=False)
+    finally:
+        torch.cuda.synchronize = whole_device
 
 
 def _own_times(original, timers, names, reset, barrier):
@@ -117,13 +126,13 @@ LOOP_PATCHES = (
     ),
     Patch(
         "megatron.core.timers:Timer.start",
-        _start_or_stop_without_barrier,
+        _start_or_stop_alone,
         ("self", "barrier"),
-        "no barrier around the time between log lines",
+        "no barrier around the time between log lines, no wait for messages to come",
     ),
     Patch(
         "megatron.core.timers:Timer.stop",
-        _start_or_stop_without_barrier,
+        _start_or_stop_alone,
         ("self", "barrier"),
         "likewise",
     ),

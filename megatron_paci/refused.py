@@ -35,7 +35,12 @@ def _predicts_early(args) -> bool:
 
 
 def _has_auxiliary_losses(args) -> bool:
-    return is_set("num_experts", "mtp_num_layers")(args)
+    """Whether losses other than the main one are scaled on their own stage."""
+    if getattr(args, "mtp_num_layers", None):
+        return True
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or "none"
+    balances = any(kind != "none" for kind in ([kinds] if isinstance(kinds, str) else kinds))
+    return is_set("num_experts")(args) and (balances or is_set("moe_z_loss_coeff")(args))
 
 
 SCHEDULE = (
@@ -50,13 +55,11 @@ SCHEDULE = (
         ),
         has_virtual_stages,
         "virtual stages: PACI runs one model chunk per rank, it has no bubble for them to fill",
-        "drop the first two flags, or give one stage per rank in the layout or pattern (drop the "
-        "second chunk)",
+        "drop {flags}, or give one stage per rank in the layout or pattern (drop the second chunk)",
     ),
     refuse(
         "CUDA graphs",
-        "cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph "
-        "cuda_graph_modules cuda_graph_scope_deprecated",
+        "cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph",
         "CUDA graphs capture one fixed order of microbatches per iteration, PACI's runs on across "
         "iterations",
         "drop {flags}, or set --cuda-graph-impl none",

@@ -20,8 +20,8 @@ OPTIMIZER = (
         _is_layer_wise,
         "Megatron's layer-wise distributed optimizer reduces its statistics over all ranks, stages "
         "included",
-        "drop --use-distributed-optimizer and take muon instead of dist_muon, or take --optimizer "
-        "adam",
+        "take --optimizer muon or another one without --use-distributed-optimizer, or --optimizer "
+        "adam with it",
     ),
     refuse(
         "optimizer offload",
@@ -56,6 +56,11 @@ LOOP = (
         "reinforcement learning, distillation",
         "perform_rl_step rl_profile modelopt_enabled logits_load_dir logits_save_dir",
         "reinforcement-learning and distillation loops drive or tap the schedule themselves",
+    ),
+    refuse(
+        "waiting for the device",
+        "train_sync_interval",
+        "waits for the whole device while the stream runs, messages that come later included",
     ),
     refuse(
         "norm of the parameters",

@@ -4,7 +4,7 @@ Megatron sums them over all stages after every iteration. Here each stage adds i
 the earlier stages and passes them on, at the end of each run of forwards; the last stage, which
 logs, then has all of them. Routers record in forward passes, so what it logs is exactly its
 iteration's; with recomputation they record in the recomputed forward, that is at the backward, and
-what was in flight counts in the next iteration.
+what was in flight, or recomputed in a drain, counts in the next iteration.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RouterMetrics:
         self._out = link(groups.metrics_to_next)
         self._num_layers = config.num_layers + (config.mtp_num_layers or 0)
         self._runs = 0
+        self._drained: torch.Tensor | None = None
 
     @property
     def _entries(self) -> list[torch.Tensor]:
@@ -61,6 +62,10 @@ class RouterMetrics:
     def end_run(self) -> None:
         """Add what the earlier stages have recorded in this run and pass the sum on."""
         entries = self._entries
+        if self._drained is not None:
+            for entry, recorded in zip(entries, self._drained):
+                entry.add_(recorded)
+            self._drained = None
         if self._in is not None:
             for entry, earlier in zip(entries, self._in.take()):
                 entry.add_(earlier)
@@ -68,9 +73,15 @@ class RouterMetrics:
             # Two runs ago, or more microbatches in flight than a run has: it has been taken.
             self._out.release_sent(self._runs - 2)
             self._out.send(self._runs, torch.stack(entries))
+            get_moe_metrics_tracker().clear()  # passed on; what comes now is the next run's
         self._runs += 1
 
-    def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+    def end_drain(self) -> None:
+        """Keep what the drain has recorded, which Megatron forgets after an evaluation.
+
+        The last stage never lags and has recorded nothing in it.
+        """
         if self._out is not None:
             self._out.finish()
+            self._drained = torch.stack(self._entries)
+            get_moe_metrics_tracker().clear()

@@ -59,7 +59,10 @@ def has_virtual_stages(args: argparse.Namespace) -> bool:
             PipelineParallelLayerLayout,
         )
 
-        stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        try:
+            stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        except AssertionError:  # not a layout; Megatron says so itself
+            return False
         return stages > args.pipeline_model_parallel_size
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         # "|" ends a stage; what follows "/" are the layers of multi-token prediction.

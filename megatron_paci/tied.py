@@ -68,20 +68,31 @@ class TiedEmbedding:
 
     def expect_gradient(self) -> None:
         """Before a window's last backward: let the other stage's gradient come in meanwhile."""
-        if self._is_owner:
-            self._gradients.post_receive(tuple(self._parameter.shape))
+        if self._is_owner and self._updated is not None:
+            self._gradients.post_receive(tuple(self._gradient.shape))
 
     @torch.no_grad()
     def join_gradients(self) -> None:
         """Send this window's gradient to the owner, or add the one that was sent."""
         if self._is_owner:
-            self._parameter.main_grad.add_(self._gradients.take())
+            if self._updated is not None:  # else other replicas update all of it
+                self._gradient.add_(self._gradients.take())
             # The last stage had taken this weight before it sent that gradient.
             taken = self._steps - -(-self._num_stages // self.accumulation)
             self._weights.release_sent(taken)
-        else:
+        elif self._updated is not None:
             # A copy: the buffer is zeroed for the next window before the owner needs this one.
-            self._gradients.send(self._steps, self._parameter.main_grad.clone())
+            self._gradients.send(self._steps, self._gradient.clone())
+
+    @property
+    def _gradient(self) -> torch.Tensor:
+        """The part of the window's gradient that this replica uses.
+
+        Megatron gives the weight a bucket of its own, cut alike on both stages, so replicas with
+        the same number have the same part.
+        """
+        gradient, elements = self._parameter.main_grad, self._updated.elements
+        return gradient if elements is None else gradient.view(-1)[elements]
 
     def leave_to_owner(self) -> None:
         """Take the copy's gradient out of this stage's update."""
@@ -133,14 +144,22 @@ class TiedEmbedding:
     def lend_state(self) -> None:
         """Give the copy the optimizer state of its owner, for a checkpoint like Megatron's own.
 
+        The main weight of mixed precision too: until now it was the rounded one.
+
         Both ends have to call it, after a drain.
         """
+        if self._updated is None:
+            return
         group = self._groups.tied_weight
         owner = torch.distributed.get_process_group_ranks(group)[0]
-        state = self._updated.state if self._is_owner and self._updated else {}
+        torch.distributed.broadcast(self._updated.tensor.detach(), src=owner, group=group)
+        state = self._updated.state if self._is_owner else {}
+        # Numbers as they are (some optimizers keep them in tensors on the host), tensors by shape.
         parts = [
             {
-                name: (tuple(value.shape), value.dtype) if torch.is_tensor(value) else value
+                name: (tuple(value.shape), value.dtype)
+                if torch.is_tensor(value) and value.ndim
+                else value
                 for name, value in state.items()
             }
         ]

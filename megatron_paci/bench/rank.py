@@ -100,9 +100,9 @@ if __name__ == "__main__":
     try:
         main()
     except BaseException as error:
-        if isinstance(error, SystemExit) and isinstance(error.code, str):
-            sys.stderr.write(f"{error.code}\n")
-        else:
+        if not isinstance(error, SystemExit):
             traceback.print_exc()
+        elif isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")  # else argparse, which has said why
         sys.stderr.flush()
         os._exit(1)  # other ranks may wait for this one: end at once, so that all are ended

@@ -16,7 +16,11 @@ TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
 EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 MASKED = "--calculate-per-token-loss"
 ITERATIONS = 4
-FORMATS = ("torch_dist", "torch")
+FORMATS = {  # of checkpoints
+    "torch_dist": "--ckpt-format torch_dist",
+    "torch": "--ckpt-format torch",
+    "torch-bf16": "--ckpt-format torch --bf16",
+}
 
 DRAINED = {
     "tied": ("", TIED),
@@ -105,7 +109,7 @@ def two(folder):
             ("stock-on-paci", f"--load {ours}"),
         ):
             paci = name.startswith("paci")
-            extra += f" --ckpt-format {form}" + " --pipeline-schedule paci" * paci
+            extra += f" {FORMATS[form]}" + " --pipeline-schedule paci" * paci
             scenarios[f"{name}-{form}"] = {
                 "arguments": flags(2, f"{EVERY} {extra}", TIED), "plugin": paci
             }
@@ -210,7 +214,7 @@ def test_8_save_load_go_on_equals_not_stopping(two):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_checkpoints_go_from_1f1b_to_paci_and_back(two, form):
-    """Tied weights: a checkpoint holds the optimizer state of the copy as well."""
+    """Tied weights: a checkpoint holds the copy's optimizer state and fp32 weight as well."""
     names = [f"{name}-{form}" for name in ("stock-on-stock", "paci-on-stock", "stock-on-paci")]
     for runs in zip(*(two[name] for name in names), strict=True):
         stock, *others = [

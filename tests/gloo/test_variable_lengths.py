@@ -7,7 +7,9 @@ import pytest
 from tests.gloo.launch import TINY_GPT, flags, launch
 
 TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
-EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
+# Megatron wants this dispatcher whenever lengths vary, even without experts.
+VARIABLE = "--moe-token-dispatcher-type alltoall"
+EVERY = f"--eval-interval 1 --eval-iters 1 --clip-grad 0 {VARIABLE}"
 SCRIPT = "tests/gloo/variable_gpt.py"
 STREAMS = {"a2": (2, TINY_GPT), "a8": (8, TIED)}
 
@@ -29,7 +31,7 @@ def runs(request, folder):
         scenarios[name] = {
             "arguments": flags(
                 num_stages,
-                f"--clip-grad 0.3 --pipeline-schedule paci --paci-accum {accumulation}",
+                f"--clip-grad 0.3 --pipeline-schedule paci --paci-accum {accumulation} {VARIABLE}",
                 base,
             ),
             "save_initial": str(folder / f"{name}-{num_stages}"),
@@ -44,7 +46,7 @@ def replays(runs, folder):
     num_stages, _ = runs
     scenarios = {
         name: {
-            "arguments": flags(1, "--clip-grad 0.3", base),
+            "arguments": flags(1, f"--clip-grad 0.3 {VARIABLE}", base),
             "script": SCRIPT,
             "replay": {
                 "num_stages": num_stages,

@@ -64,6 +64,8 @@ def parse():
         PACI + "--hybrid-layer-pattern *-|*-/MM",
         PACI + "--pipeline-model-parallel-comm-backend nccl",
         PACI + "--fp16",
+        PACI + "--fp16 --num-experts 4 --moe-router-load-balancing-type none",
+        PACI + "--cuda-graph-impl none --cuda-graph-scope attn",
     ],
 )
 def test_what_runs_is_let_through(parse, text):
@@ -107,7 +109,7 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--cuda-graph-impl local", ["CUDA graphs", "--cuda-graph-impl none"]),
         ("--enable-cuda-graph", ["CUDA graphs"]),
         ("--external-cuda-graph", ["CUDA graphs"]),
-        ("--cuda-graph-scope full", ["CUDA graphs", "drop --cuda-graph-scope"]),
+        ("--train-sync-interval 10", ["waits for the whole device"]),
         ("--overlap-moe-expert-parallel-comm", ["one microbatch with the backward of another"]),
         ("--delay-wgrad-compute", ["miss the window"]),
         ("--overlap-dispatch-backward-with-experts-wgrad", ["miss the window"]),
@@ -137,7 +139,7 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--dataloader-inter-document-masking", ["packed"]),
         ("--dsa-indexer-loss-coeff 0.1", ["indexer loss"]),
         ("--vision-pretraining", ["hooks"]),
-        ("--optimizer dist_muon", ["layer-wise", "take muon instead"]),
+        ("--optimizer dist_muon", ["layer-wise", "take --optimizer muon"]),
         ("--optimizer-cpu-offload", ["optimizer offload"]),
         ("--mtp-detach-heads", ["norm of their own"]),
         ("--use-precision-aware-optimizer", ["gradient to be clipped"]),
@@ -180,8 +182,13 @@ def test_whole_layers_of_an_optimizer_stay_on_every_replica(parse):
     check(parse(PACI + "--optimizer muon"))
     assert_refused(
         parse(PACI + "--optimizer muon --use-distributed-optimizer"),
-        ["over all ranks", "drop --use-distributed-optimizer"],
+        ["over all ranks", "without --use-distributed-optimizer"],
     )
+
+
+def test_a_layout_that_is_none_is_left_to_megatron(parse):
+    args = parse(PACI + "--pipeline-model-parallel-layout Exyz|L --log-params-norm")
+    assert_refused(args, ["--log-params-norm"])
 
 
 def test_multi_token_prediction_belongs_to_the_last_stage(parse):
@@ -193,7 +200,12 @@ def test_multi_token_prediction_belongs_to_the_last_stage(parse):
     )
 
 
-@pytest.mark.parametrize("losses", ["--num-experts 4", "--mtp-num-layers 1"])
+@pytest.mark.parametrize(
+    "losses",
+    ["--num-experts 4 --moe-router-load-balancing-type aux_loss",
+     "--num-experts 4 --moe-router-load-balancing-type none --moe-z-loss-coeff 1e-3",
+     "--mtp-num-layers 1"],
+)
 def test_auxiliary_losses_need_one_loss_scale(parse, losses):
     words = ["- --fp16: ", "--loss-scale", "--bf16"]
     assert_refused(parse(PACI + f"--fp16 {losses}"), words)
@@ -266,6 +278,17 @@ def test_what_no_test_has_proved_is_named_once(parse, caplog):
         warn_unproved(parse(PACI))
     assert len(caplog.records) == 1
     assert "NCCL, Transformer Engine, gradient accumulation fusion, fused kernels;" in caplog.text
+
+
+def test_what_a_launch_script_sets_by_default_counts(parse):
+    from megatron_paci.hooks import _validate_args
+
+    def validate(args, defaults):
+        return "validated"
+
+    assert _validate_args(validate, parse(PACI), {"tokenizer_type": "x"}) == "validated"
+    with pytest.raises(ConfigurationError, match="te-precision-config-file f"):
+        _validate_args(validate, parse(PACI), {"te_precision_config_file": "f"})
 
 
 def test_all_that_is_wrong_is_said_at_once(parse):

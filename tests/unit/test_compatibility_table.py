@@ -11,10 +11,11 @@ import megatron.core
 import pytest
 
 from megatron_paci.arguments import megatron_arguments, paci_arguments
-from megatron_paci.features import UNPROVED, WORKS
+from megatron_paci.features import WORKS
 from megatron_paci.known_arguments import INDIFFERENT, MEGATRON_VERSION, ONLY_IN_0_18
 from megatron_paci.refused import PACI_RULES
 from megatron_paci.rules import SELECTION_RULES
+from megatron_paci.unproved import UNPROVED
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_LAUNCH_SCRIPTS = {"modelopt_enabled"}
