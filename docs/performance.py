@@ -29,8 +29,8 @@ OTHERS = (
     ("tp", "tensor parallel 2", {"tensor": 2}),
     (
         "sharded",
-        f"2 replicas, `{SHARDED}`, untied embeddings",
-        {"replicas": 2, "tied_embeddings": False, "megatron_args": f"--clip-grad 1.0 {SHARDED}"},
+        f"2 replicas, `{SHARDED}`",
+        {"replicas": 2, "megatron_args": f"--clip-grad 1.0 {SHARDED}"},
     ),
 )
 

@@ -93,6 +93,9 @@ def four(folder):
         command = flags(4, f"{FROZEN} {extra}")
         scenarios[f"stock-logged-{name}"] = {"arguments": command, "plugin": False}
         scenarios[f"stream-logged-{name}"] = {"arguments": [*command, *STREAM.split()]}
+    scenarios["lazy-links"] = {
+        **scenarios["stream-logged-all"], "script": "tests/gloo/lazy_links_gpt.py"
+    }
     return launch(4, scenarios, folder / "four", seconds=500)
 
 
@@ -169,6 +172,14 @@ def test_the_logged_auxiliary_losses_of_a_stream_are_those_of_1f1b(four, name):
     assert stream[-1]["router_metrics"] == stock[-1]["router_metrics"]
     assert all(entry["load_balancing_loss"] > 0 for entry in stock[-1]["router_metrics"])
     assert len(stream[-1]["router_metrics"]) == 4
+
+
+def test_links_that_connect_with_their_first_message_change_nothing(four):
+    """As under NCCL: two neighbours must not wait for each other's first message."""
+    assert len(four["lazy-links"][-1]["losses"]) == 4
+    for lazy, stream in zip(four["lazy-links"], four["stream-logged-all"], strict=True):
+        for key in ("losses", "router_metrics", "weights"):
+            assert lazy[key] == stream[key]
 
 
 def test_the_auxiliary_losses_reach_the_gradients(two):

@@ -19,6 +19,10 @@ LOGGING = (
 )
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-router-load-balancing-type "
+    "aux_loss --moe-aux-loss-coeff 1e-2"
+)
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -39,6 +43,7 @@ def two(tmp_path_factory):
         "local": run(2, 4, megatron_args=f"{LOGGING} --paci-clip local"),
         "bf16": run(2, 4, megatron_args=f"{LOGGING} --bf16"),
         "fp16": run(2, 4, megatron_args=f"{LOGGING} --fp16 --initial-loss-scale 1024"),
+        "experts": run(2, 4, megatron_args=f"{LOGGING} {EXPERTS}"),
         "latency": run(2, 4, latency="1/20"),
     }
     found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("two"), seconds=400)
@@ -61,15 +66,15 @@ def eight(tmp_path_factory):
         "dp-a2": run(4, 4, replicas=2, accum=2, iterations=10),
         "tp": run(4, 4, tensor=2, iterations=10),
         "sharded": run(
-            4, 4, replicas=2, iterations=10, tied_embeddings=False,
-            megatron_args=f"{LOGGING} {SHARDED}",
+            4, 4, replicas=2, iterations=10, megatron_args=f"{LOGGING} {SHARDED}"
         ),
     }
     found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("eight"), seconds=600)
     return dict(zip(runs, found))
 
 
-ALL = [("two", name) for name in ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16")]
+TWO = ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16", "experts")
+ALL = [("two", name) for name in TWO]
 ALL += [("four", name) for name in ("m2", "m4", "m8a2")]
 ALL += [("eight", name) for name in ("m1", "m8", "dp", "dp-a2", "tp", "sharded")]
 
