@@ -139,6 +139,21 @@ def take_over(args: argparse.Namespace) -> None:
         logger.warning("--pipeline-schedule paci changes: %s", "; ".join(changed))
 
 
+def warn_of_delay(args: argparse.Namespace) -> None:
+    """Say once if gradients can be more than one optimizer step old, which may cost quality."""
+    accumulation = args.paci_accum or min(microbatch_counts(args), default=1)
+    updates = -(-(args.pipeline_model_parallel_size - 1) // accumulation)
+    if updates > 1 and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(
+            "stage 0 accumulates gradients that are up to %d optimizer steps old (%d stages, "
+            "--paci-accum %d); what that costs depends on the optimizer: compare with "
+            "--pipeline-schedule 1f1b, or accumulate %d backwards or more, with more microbatches "
+            "per iteration if need be",
+            updates, args.pipeline_model_parallel_size, accumulation,
+            args.pipeline_model_parallel_size - 1,
+        )
+
+
 def warn_unproved(args: argparse.Namespace) -> None:
     """Name once what is let through although no test has proved it."""
     names = [feature.name for feature in UNPROVED if feature.in_use(args)]

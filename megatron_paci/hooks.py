@@ -62,6 +62,7 @@ def _validate_args(original, args, defaults=None, **kwargs):
         if selected_schedule(args) == "paci":
             compatibility.take_over(args)
             compatibility.warn_unproved(args)
+            compatibility.warn_of_delay(args)
     return original(args, defaults or {}, **kwargs)
 
 

@@ -38,6 +38,13 @@ finally:
     owner.{name} = original
 """
 
+# Stage 2 takes 100 units more for one pass or step among those that are measured.
+STALL = (
+    "import os; leftover.calls = getattr(leftover, 'calls', 0) + 1; "
+    "late = os.environ['RANK'] == '2' and leftover.calls == 30; "
+)
+STALLS = {"stall": STALL + "return original(args[0], args[1] + 100 * late)"}
+
 
 def run(stages: int, microbatches: int, schedule: str, **parameters) -> VirtualRun:
     return VirtualRun(
@@ -67,7 +74,13 @@ def runs(stages: int, folder: Path) -> dict[str, VirtualRun]:
     }
     both["paci-latency"] = paci(stages, 4, 2, latency="1/2")
     if stages == 4:
-        return both | {"paci-a4": paci(4, 4, 4), "paci-m2": paci(4, 2, 1)}
+        both |= {"paci-a4": paci(4, 4, 4), "paci-m2": paci(4, 2, 1)}
+        for name, change in STALLS.items():
+            script = changed(
+                folder / f"{name}.py", change, "megatron_paci.bench.clock", "VirtualClock", "work"
+            )
+            both[name] = paci(4, 4, 4, iterations=6, script=script)
+        return both
     barrier = "torch.distributed.barrier(); return original(*args, **kwargs)"
     for name, target in {
         "in-loop": ("megatron.training", "training", "training_log"),
@@ -209,6 +222,15 @@ def test_idle_time_has_its_cause(two):
         assert first["backward_message"] > 0 == first["forward_message"]
         assert last["forward_message"] > 0 == last["backward_message"]
         assert first["other_message"] == last["other_message"] == 0
+
+
+def test_a_stage_that_stalls_once_delays_nobody_at_a_collective(four):
+    """The others wait as long as they must, for its messages, and are busy again afterwards."""
+    result = four["stall"]
+    assert result["call_sites"] == []
+    assert result["compute"] == [72, 72, 172, 72]  # 6 iterations of 4 microbatches of 1 + 2
+    assert [sum(idle.values()) for idle in result["idle"]] == [100, 100, 0, 100]
+    assert all(idle["collective"] == idle["other_message"] == 0 for idle in result["idle"])
 
 
 def test_a_run_that_cannot_start_shows_why(tmp_path):

@@ -92,14 +92,16 @@ def live_storage_bytes() -> int:
 
 
 def train(arguments: list[str], *, script: str, save_initial: str | None = None,
-          replay: dict | None = None, sleep_ms: float = 0, poison: dict | None = None,
-          stop: dict | None = None, hang: dict | None = None, collectives: bool = False) -> dict:
+          replay: dict | None = None, sleep_ms: float = 0, sleep_seed: int = 0,
+          poison: dict | None = None, stop: dict | None = None, hang: dict | None = None,
+          collectives: bool = False) -> dict:
     """Run a launch script under the hooks; return what this rank saw.
 
     Args:
         save_initial: File stem; the initial state of the model goes to ``<stem>.rank<r>.pt``.
         replay: Instead of training, replay ``replay["num_stages"]`` stages in this process.
         sleep_ms: Most milliseconds of a random sleep after every action.
+        sleep_seed: Seed of these sleeps, which differ by rank as well.
         poison: Plant NaN at ``stage`` and ``microbatch``, ``where`` is forward or backward.
         stop: At ``iteration`` on ``rank``, ``how`` is signal or duration: wish to end training.
         hang: On ``rank`` stop for good at ``action``; the time of all is up ``seconds`` later.
@@ -114,7 +116,7 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
     seen: dict = {
         "actions": [], "losses": [], "evaluations": [], "grad_norms": [], "router_metrics": []
     }
-    delays = random.Random(RANK)
+    delays = random.Random(f"{sleep_seed} {RANK}")
 
     def observe(engine, action):
         seen["actions"].append(str(action))
