@@ -26,7 +26,8 @@ OPTIMIZER = (
     refuse(
         "optimizer offload",
         "optimizer_cpu_offload",
-        "optimizer offload copies weights behind the step; not supported yet",
+        "optimizer offload copies gradients and weights beside the step, and needs a GPU and the "
+        "precision-aware optimizer to be proved",
     ),
     refuse(
         "precision-aware optimizer",

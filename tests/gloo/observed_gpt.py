@@ -36,7 +36,7 @@ from megatron_paci.build import installed_stage
 from megatron_paci.channel import Link
 from megatron_paci.patching import Patch, PatchSet
 from megatron_paci.tied import tied_parameter
-from tests.gloo.worker import digest
+from tests.gloo.probes import digest
 
 forward_step, loss_over_tokens = pretrain_gpt.forward_step, pretrain_gpt.loss_over_tokens
 

@@ -111,7 +111,7 @@ def replay_training(
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
 
-    from tests.gloo.worker import digest, optimizer_tensors
+    from tests.gloo.probes import digest, optimizer_tensors
 
     args = get_args()
     forward_step_func, data_iterator = train_args[0], train_args[4]

@@ -9,15 +9,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import hashlib
-import itertools
 import json
-import math
 import os
 import queue
 import random
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -28,6 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_paci.bench.rank import end_with_parent, tear_down  # noqa: E402
 from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags  # noqa: E402
+from tests.gloo.probes import (  # noqa: E402
+    digest,
+    live_storage_bytes,
+    optimizer_tensors,
+    plant_nan,
+    wish_to_end,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = int(os.environ["RANK"])
@@ -53,42 +56,6 @@ def watch(seconds: float) -> threading.Timer:
     timer.daemon = True
     timer.start()
     return timer
-
-
-def digest(tensors) -> str:
-    """Return a hash over the bytes of tensors, in order."""
-    import torch
-
-    total = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().view(-1)
-        total.update(flat.view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
-def optimizer_tensors(optimizer):
-    """Yield the state of every parameter, in the order of the parameter groups."""
-    import torch
-
-    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                for _, value in sorted(part.optimizer.state[parameter].items()):
-                    yield value if torch.is_tensor(value) else torch.tensor(float(value))
-
-
-def live_storage_bytes() -> int:
-    """Return the bytes of all tensor storages made in this scenario that Python can reach."""
-    import torch
-
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        with contextlib.suppress(Exception):
-            if isinstance(item, torch.Tensor):
-                storage = item.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 def train(arguments: list[str], *, script: str, save_initial: str | None = None,
@@ -219,41 +186,6 @@ def across_stages(seen: dict):
         ]
     finally:
         measurement.uninstall()
-
-
-def plant_nan(stage, microbatch: int, where: str) -> None:
-    """Make one pass of this stage return NaN; a backward spoils a weight gradient as well."""
-    compute, model = stage.compute, stage.model
-    if where == "forward":
-        original = compute.forward
-
-        def forward(index, *args):
-            output = original(index, *args)
-            return output * math.nan if index == microbatch else output
-
-        compute.forward = forward
-        return
-    original, count = compute.backward, itertools.count()
-
-    def backward(*args):
-        gradient = original(*args)
-        if next(count) == microbatch:
-            next(model.parameters()).main_grad.fill_(math.nan)
-            if gradient is not None:
-                gradient.fill_(math.nan)
-        return gradient
-
-    compute.backward = backward
-
-
-def wish_to_end(how: str) -> None:
-    """Send this process a signal, or let its time be over."""
-    if how == "signal":
-        os.kill(os.getpid(), signal.SIGTERM)
-    else:
-        from megatron.training import training
-
-        training._TRAIN_START_TIME -= 3600
 
 
 def run_scenario(scenario: dict) -> dict:
