@@ -55,7 +55,6 @@ class TiedEmbedding:
         """
         self._parameter = parameter
         self._updated = updated_by(optimizer, parameter)
-        self._optimizer = optimizer
         self._groups = groups
         self._is_owner = is_owner
         self._num_stages = num_stages
@@ -154,22 +153,15 @@ class TiedEmbedding:
         owner = torch.distributed.get_process_group_ranks(group)[0]
         torch.distributed.broadcast(self._updated.tensor.detach(), src=owner, group=group)
         state = self._updated.state if self._is_owner else {}
-        # Numbers as they are (some optimizers keep them in tensors on the host), tensors by shape.
-        parts = [
-            {
-                name: (tuple(value.shape), value.dtype)
-                if torch.is_tensor(value) and value.ndim
-                else value
-                for name, value in state.items()
-            }
-        ]
-        torch.distributed.broadcast_object_list(parts, src=owner, group=group)
+        # Counts as they are (an optimizer may keep them in tensors, on the host), tensors by shape.
+        described = [{name: _described(value) for name, value in state.items()}]
+        torch.distributed.broadcast_object_list(described, src=owner, group=group)
         lent = {}
-        for name, part in parts[0].items():
-            value = state.get(name, part)
-            if isinstance(part, tuple):
-                shape, dtype = part
-                if not self._is_owner:
+        for name, value in described[0].items():
+            if isinstance(value, tuple):
+                shape, dtype = value
+                value = state.get(name)
+                if value is None:
                     value = torch.empty(shape, dtype=dtype, device=self._parameter.device)
                 torch.distributed.broadcast(value, src=owner, group=group)
             lent[name] = value
@@ -181,6 +173,13 @@ class TiedEmbedding:
             if steps and "step" in lent:
                 lent["step"] = steps[0].clone()
             self._updated.set_state(lent)
+
+
+def _described(value: Any) -> Any:
+    """Return shape and type of a tensor, and what is no more than a number as it is."""
+    if not torch.is_tensor(value):
+        return value
+    return (tuple(value.shape), value.dtype) if value.ndim else value.cpu()
 
 
 def tied_parameter(model: torch.nn.Module) -> torch.nn.Parameter | None:

@@ -146,7 +146,10 @@ class Observer:
 
     def new_group(self, original, *args, **kwargs):
         ranks = kwargs.get("ranks", args[0] if args else None)
-        self.seen["late_groups" if self._in_step else "groups"].append(ranks and list(ranks))
+        if self._in_step:
+            self.seen["late_groups"].append(ranks)
+        elif not kwargs.get("use_local_synchronization"):  # no other rank takes part in those
+            self.seen["groups"].append(ranks and list(ranks))
         return original(*args, **kwargs)
 
     def mark_first(self, original, module):
