@@ -14,20 +14,22 @@ from examples import pretrain_gpt
 
 
 def connecting(operation: Callable, connected: set) -> Callable:
-    def first_waits(tensor, peer, *args, group=None, **kwargs):
-        if group is not None and group.size() == 2 and group not in connected:
+    def first_waits(*args, group=None, **kwargs):
+        if group is not None and group.group_desc.startswith("PACI") and group not in connected:
             connected.add(group)
             torch.distributed.barrier(group=group)
-        return operation(tensor, peer, *args, group=group, **kwargs)
+        return operation(*args, group=group, **kwargs)
 
     return first_waits
 
 
 if __name__ == "__main__":
-    connected: set = set()
-    with mock.patch.multiple(
-        torch.distributed,
-        isend=connecting(torch.distributed.isend, connected),
-        irecv=connecting(torch.distributed.irecv, connected),
+    links: set = set()
+    operations = {
+        name: connecting(getattr(torch.distributed, name), links) for name in ("isend", "irecv")
+    }
+    with (
+        mock.patch.multiple(torch.distributed, **operations),
+        mock.patch.multiple(torch.distributed.distributed_c10d, **operations),
     ):
         pretrain_gpt.main()
