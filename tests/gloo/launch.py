@@ -1,17 +1,21 @@
 """Starts the scenarios of a distributed test (worker.py) on local processes.
 
-One launch runs several scenarios, since importing Megatron costs seconds. When the time is up every
-rank prints what it was doing last and where, then all of them are killed.
+One launch runs several scenarios, and the launches of a test file share their processes (pool.py),
+since importing Megatron costs seconds. When the time is up every rank prints what it was doing last
+and where, then all of them are killed.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 from megatron_paci.bench.ranks import RankError, run_ranks
+from tests.gloo.pool import WORKER, RankPool
 
-__all__ = ["RankError", "TINY_GPT", "flags", "launch"]
+__all__ = ["RankError", "TINY_GPT", "end_shared_ranks", "flags", "launch"]
 
 TINY_GPT = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -21,7 +25,7 @@ TINY_GPT = (
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --eval-iters 2 "
     "--eval-interval 1000 --rerun-mode disabled --seed 1"
 )
-WORKER = Path(__file__).with_name("worker.py")
+_shared: RankPool | None = None
 
 
 def flags(num_stages: int, extra: str = "", base: str = TINY_GPT) -> list[str]:
@@ -30,15 +34,21 @@ def flags(num_stages: int, extra: str = "", base: str = TINY_GPT) -> list[str]:
 
 
 def launch(
-    num_ranks: int, scenarios: dict[str, dict], folder: Path, *, seconds: float
+    num_ranks: int,
+    scenarios: dict[str, dict],
+    folder: Path,
+    *,
+    seconds: float,
+    fresh: bool = False,
 ) -> dict[str, list[dict]]:
     """Run ``scenarios`` one after another on ``num_ranks`` processes.
 
     Args:
         scenarios: Name to the parameters of ``worker.run_scenario``.
-        folder: Receives outputs and results.
+        folder: Receives outputs and results of fresh processes.
         seconds: Limit for the whole launch, times the environment's TEST_TIME_FACTOR (a number,
             for slow or busy machines).
+        fresh: Start processes for this launch alone, for what is meant to fail or changes them.
 
     Returns:
         Name to one result per rank, in rank order.
@@ -47,7 +57,26 @@ def launch(
         RankError: A rank failed or the time is up. All processes are gone then.
     """
     seconds *= float(os.environ.get("TEST_TIME_FACTOR", "1"))
+    if not fresh:
+        return shared_ranks().run(num_ranks, scenarios, seconds=seconds)
     runs = [{"name": name, "seconds": seconds, **each} for name, each in scenarios.items()]
     # The workers speak up by themselves, a little before they would be killed.
     results = run_ranks(num_ranks, runs, folder, seconds=seconds + 10, program=[str(WORKER)])
     return dict(zip(scenarios, results))
+
+
+def shared_ranks() -> RankPool:
+    """Return the processes that the launches of a test file share."""
+    global _shared
+    if _shared is None:
+        _shared = RankPool(Path(tempfile.mkdtemp(prefix="megatron_paci-")))
+    return _shared
+
+
+def end_shared_ranks() -> None:
+    """End the shared processes and remove what they have written."""
+    global _shared
+    if _shared is not None:
+        _shared.close()
+        shutil.rmtree(_shared.folder)
+        _shared = None

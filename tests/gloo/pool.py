@@ -14,20 +14,21 @@ import time
 from pathlib import Path
 
 from megatron_paci.bench import ranks
-from tests.gloo.launch import WORKER
+
+WORKER = Path(__file__).with_name("worker.py")
 
 
 class RankPool:
-    """Local processes that run scenarios (worker.py) one message after another."""
+    """Local processes that run scenarios (worker.py) one message after another.
+
+    Attributes:
+        folder: Receives outputs and results.
+    """
 
     def __init__(self, folder: Path):
-        """Start nothing yet.
-
-        Args:
-            folder: Receives outputs and results.
-        """
+        """Start nothing yet; ``folder`` is made if it is not there."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = folder
         self._ranks: list[subprocess.Popen] = []
         self._messages = 0
 
@@ -58,7 +59,7 @@ class RankPool:
                 for store, (name, scenario) in zip(stores, scenarios.items())
             ],
         }
-        files = [self._folder / f"{number}.rank{rank}.json" for rank in range(num_ranks)]
+        files = [self.folder / f"{number}.rank{rank}.json" for rank in range(num_ranks)]
         try:
             self._start(num_ranks)
             for process in self._ranks[:num_ranks]:
@@ -82,7 +83,7 @@ class RankPool:
     def _start(self, num_ranks: int) -> None:
         while len(self._ranks) < num_ranks:
             rank, program = len(self._ranks), (str(WORKER), "serve")
-            self._ranks.append(ranks.start(rank, num_ranks, self._folder, program))
+            self._ranks.append(ranks.start(rank, num_ranks, self.folder, program))
 
     def _wait(self, files: list[Path], seconds: float) -> None:
         end = time.monotonic() + seconds + 10  # the workers speak up by themselves before
@@ -90,7 +91,7 @@ class RankPool:
         while not all(file.exists() for file in files):
             if any(process.poll() is not None for process in working):
                 time.sleep(1)  # let the others say what they saw of it
-                raise ranks.failure("a rank failed", working, self._folder)
+                raise ranks.failure("a rank failed", working, self.folder)
             if time.monotonic() > end:
-                raise ranks.failure(f"no end after {seconds + 10:g} s", working, self._folder)
+                raise ranks.failure(f"no end after {seconds + 10:g} s", working, self.folder)
             time.sleep(0.02)

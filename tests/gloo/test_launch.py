@@ -15,7 +15,7 @@ def test_a_hang_is_ended_and_every_rank_says_what_it_was_doing(tmp_path):
         "hang": {"rank": 1, "action": "B1", "seconds": 5},
     }
     with pytest.raises(RankError) as caught:
-        launch(2, {"hang": scenario}, tmp_path, seconds=120)
+        launch(2, {"hang": scenario}, tmp_path, seconds=120, fresh=True)
     message = str(caught.value)
     assert "rank 1: no end after 5 s; PACI stage 1 of 2" in message
     # The other one has its gradient and waits for the report behind it.
@@ -28,4 +28,4 @@ def test_a_hang_is_ended_and_every_rank_says_what_it_was_doing(tmp_path):
 def test_an_error_in_one_rank_ends_all_with_the_real_reason(tmp_path):
     scenario = {"arguments": flags(2, "--pipeline-schedule paci --no-such-flag")}
     with pytest.raises(RankError, match="no-such-flag"):
-        launch(2, {"wrong": scenario}, tmp_path, seconds=120)
+        launch(2, {"wrong": scenario}, tmp_path, seconds=120, fresh=True)

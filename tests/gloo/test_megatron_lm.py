@@ -33,7 +33,7 @@ def test_pretrain_gpt_trains(tmp_path, num_stages):
         "drained": {"arguments": flags(num_stages, f"{every} --pipeline-schedule paci", DEFAULTS)},
     }
     scenarios = {name: each | {"script": script} for name, each in scenarios.items()}
-    ranks = launch(num_stages, scenarios, tmp_path, seconds=240)
+    ranks = launch(num_stages, scenarios, tmp_path, seconds=240, fresh=True)
     losses = [entry["lm loss"] for entry in ranks["paci"][-1]["losses"]]
     assert len(losses) == 12 and losses[-1] < losses[0]
     for stock, drained in zip(ranks["stock"], ranks["drained"], strict=True):

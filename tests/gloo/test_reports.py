@@ -242,7 +242,7 @@ def test_abort_ends_training_with_the_reason(tmp_path):
         "poison": {"stage": 1, "microbatch": 10, "where": "forward"},
     }
     with pytest.raises(RankError, match="stage 1, window 1: the norm of the gradient is nan"):
-        launch(2, {"abort": scenario}, tmp_path, seconds=120)
+        launch(2, {"abort": scenario}, tmp_path, seconds=120, fresh=True)
 
 
 def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(two):

@@ -239,9 +239,6 @@ def serve(folder: Path) -> None:
     counts) and ``scenarios``.
     The list of results goes to ``<number>.rank<r>.json``.
     """
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.size = 1000  # its 100,000 documents take longer than the training
     for line in lines_of_input():
         message = json.loads(line)
         size = str(message["world_size"])
@@ -269,16 +266,24 @@ def lines_of_input():
         yield lines.get()
 
 
+def prepare() -> None:
+    """Make this process one without a GPU, for its life, and its mock data small."""
+    CpuDevice().install()
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 1000  # its 100,000 documents take longer than the training
+
+
 def main() -> None:
     folder = Path(sys.argv[-1])
     os.environ.update(cpu_environment(os.environ))
     if "serve" in sys.argv[1:-1]:
-        CpuDevice().install()  # for the life of this process
+        prepare()
         serve(folder)
     scenarios = json.loads((folder / "runs.json").read_text())
     watch(scenarios[0]["seconds"])
     end_with_parent()
-    CpuDevice().install()
+    prepare()
     for scenario in scenarios:
         del scenario["seconds"]
     for number, scenario in enumerate(scenarios):
