@@ -34,7 +34,7 @@ class Launches:
 
     def run(self, seconds: float) -> dict[str, list[dict]]:
         """Return by name, for each rank, what worker.py and observed_gpt.py have seen."""
-        runs = launch(self.num_ranks, self._scenarios, self.folder, seconds=seconds)
+        runs = launch(self.num_ranks, self._scenarios, self.folder, seconds=seconds, fresh=True)
         for name, ranks in runs.items():
             for rank, seen in enumerate(ranks):
                 observed = json.loads((self.folder / f"{name}.rank{rank}.json").read_text())

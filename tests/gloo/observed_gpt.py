@@ -181,7 +181,8 @@ def unevenly_masked(data_iterator):
         item = next(data_iterator)
         length = item["tokens"].shape[1]
         for tokens, mask in zip(item["tokens"], item["loss_mask"]):
-            mask[: int(tokens.sum()) % (3 * length // 4)] = 0
+            # Mock samples count up, so their first token says it all.
+            mask[: 7 * int(tokens[0]) % (3 * length // 4)] = 0
         yield item
 
 

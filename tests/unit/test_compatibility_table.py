@@ -7,11 +7,11 @@ import re
 import runpy
 from pathlib import Path
 
-import megatron.core
 import pytest
 
 from megatron_paci.arguments import megatron_arguments, paci_arguments
 from megatron_paci.features import WORKS
+from megatron_paci.hooks import megatron_version
 from megatron_paci.known_arguments import INDIFFERENT, MEGATRON_VERSION, ONLY_IN_0_18
 from megatron_paci.refused import PACI_RULES
 from megatron_paci.rules import SELECTION_RULES
@@ -20,7 +20,7 @@ from megatron_paci.unproved import UNPROVED
 ROOT = Path(__file__).resolve().parents[2]
 FROM_LAUNCH_SCRIPTS = {"modelopt_enabled"}
 of_the_table = pytest.mark.skipif(
-    megatron.core.__version__ != MEGATRON_VERSION,
+    megatron_version() != MEGATRON_VERSION,
     reason="the table is that of another version of Megatron-Core",
 )
 INDIFFERENT_NAMES = [name for names in INDIFFERENT.values() for name in names.split()]
