@@ -118,11 +118,10 @@ class TiedEmbedding:
         if self._is_owner:
             return
         weight = self._weights.take()
-        tensors = (self._parameter, *([self._updated.tensor] if self._updated else []))
-        with torch.autograd._unsafe_preserve_version_counter(tensors):
+        with torch.autograd._unsafe_preserve_version_counter((self._parameter,)):
             self._parameter.copy_(weight)
-            if self._updated is not None:  # an update copies this one over the other
-                self._updated.set(weight)
+        if self._updated is not None and self._updated.tensor.dtype != weight.dtype:
+            self._updated.set(weight)  # a main weight of its own; an update copies it back
         self._gradients.release_sent(self._weights_taken)
         self._weights_taken += 1
         if self._weights_taken < self._steps:

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from tests.gloo.launch import TINY_GPT, flags, launch
+from tests.gloo.scenarios import TIED
 
 SCRIPT = "tests/gloo/observed_gpt.py"
-TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
 PACI = "--pipeline-schedule paci --paci-accum"
 SHARDED = "--use-distributed-optimizer"
 

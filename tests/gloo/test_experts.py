@@ -9,9 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.gloo.launch import TINY_GPT, flags, launch
+from tests.gloo.scenarios import TIED, drained_pair, replay_of
 
-TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
-EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 FROZEN = "--lr 1e-20 --clip-grad 0"
 STREAM = "--pipeline-schedule paci --paci-accum 2"
 MOE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
@@ -63,9 +62,7 @@ def folder(tmp_path_factory):
 def pairs(variants: dict[str, tuple[str, str]]) -> dict[str, dict]:
     scenarios = {}
     for name, (extra, base) in variants.items():
-        command = flags(2, f"{EVERY} {extra}", base)
-        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
-        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+        scenarios |= drained_pair(name, 2, extra, base)
     return scenarios
 
 
@@ -104,25 +101,14 @@ def one(folder, two):
     scenarios = {}
     for name in REPLAYED:
         extra, base = VARIANTS[name]
-        scenarios[name] = {
-            "arguments": flags(1, f"--clip-grad 0.5 {extra}", base),
-            "replay": {"num_stages": 2, "accumulation": 2, "initial": str(folder / name)},
-        }
+        scenarios[name] = replay_of(folder / name, f"--clip-grad 0.5 {extra}", base)
     return launch(1, scenarios, folder / "one", seconds=300)
 
 
 @pytest.fixture(scope="module")
 def replays(folder, four):
     """Each of two processes replays its part of both stages."""
-    scenarios = {}
-    for name in PARALLEL_REPLAYED:
-        extra, base = PARALLEL[name]
-        for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
-            extra = extra.replace(flag, "")  # the same numbers
-        scenarios[name] = {
-            "arguments": flags(1, extra, base),
-            "replay": {"num_stages": 2, "accumulation": 2, "initial": str(folder / name)},
-        }
+    scenarios = {name: replay_of(folder / name, *PARALLEL[name]) for name in PARALLEL_REPLAYED}
     return launch(2, scenarios, folder / "replays", seconds=300)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.gloo.launch import flags, launch
+from tests.gloo.scenarios import drained_pair, replay_of
 
-EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 TWO = {
     "llama": "--position-embedding-type rope --swiglu --disable-bias-linear "
@@ -38,9 +38,7 @@ REPLAYED = {
 def pairs(num_stages: int, variants: dict[str, str]) -> dict[str, dict]:
     scenarios = {}
     for name, extra in variants.items():
-        command = flags(num_stages, f"{EVERY} {extra}")
-        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
-        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+        scenarios |= drained_pair(name, num_stages, extra)
     return scenarios
 
 
@@ -74,11 +72,8 @@ def four(folder):
 @pytest.fixture(scope="module")
 def one(folder, two):
     scenarios = {
-        name: {
-            "arguments": flags(1, f"--clip-grad 0.3 {REPLAYED[name]}"),
-            "replay": {"num_stages": 2, "accumulation": 2, "initial": str(folder / name)},
-        }
-        for name in REPLAYED
+        name: replay_of(folder / name, f"--clip-grad 0.3 {extra}")
+        for name, extra in REPLAYED.items()
     }
     return launch(1, scenarios, folder / "one", seconds=300)
 

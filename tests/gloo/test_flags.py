@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.gloo.launch import TINY_GPT, flags, launch
+from tests.gloo.scenarios import drained_pair
 
-EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 BY_SAMPLES = TINY_GPT.replace("--train-iters 4", "--train-samples 64")
 GROWING = TINY_GPT.replace("--global-batch-size 16", "")
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -73,9 +73,7 @@ STREAMED = ("skipped", "growing", "phases", "hashes", "fewer")
 def run(num_ranks: int, setups: dict, folder) -> dict:
     scenarios = {}
     for name, (extra, base) in setups.items():
-        command = flags(2, f"{EVERY} {extra}", base)
-        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
-        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+        scenarios |= drained_pair(name, 2, extra, base)
         if name in STREAMED:
             stream = flags(2, f"--pipeline-schedule paci --paci-accum 1 {extra}", base)
             scenarios[f"stream-{name}"] = {"arguments": stream}

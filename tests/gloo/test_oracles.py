@@ -9,11 +9,9 @@ import pytest
 
 from megatron_paci.schedule import StageSchedule
 from tests.gloo.launch import flags, launch
+from tests.gloo.scenarios import EVERY, drained_pair, replay_of
 
 ITERATIONS = 4
-# Evaluating after every iteration drains after every iteration: with a window of all microbatches
-# the stream is then Megatron's 1F1B. Clipping is off: its norm lags behind on all but one stage.
-EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 PACI = "--clip-grad 0 --pipeline-schedule paci"
 VARIANTS = {
     "plain": "",
@@ -39,9 +37,7 @@ def folder(tmp_path_factory):
 def drained_pairs(num_stages: int, variants: dict[str, str]) -> dict[str, dict]:
     scenarios = {}
     for name, variant in variants.items():
-        command = flags(num_stages, f"{EVERY} {variant}")
-        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
-        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+        scenarios |= drained_pair(name, num_stages, variant)
     return scenarios
 
 
@@ -88,10 +84,10 @@ def one(folder, two, four):
         "paci-quarter": {"arguments": flags(1, "--pipeline-schedule paci --paci-accum 2")},
     }
     for name, (n, batch, a) in STREAMS.items():
-        scenarios[name] = {
-            "arguments": flags(1, f"--clip-grad 0 --global-batch-size {batch}"),
-            "replay": {"num_stages": n, "accumulation": a, "initial": str(folder / name)},
-        }
+        scenarios[name] = replay_of(
+            folder / name, f"--clip-grad 0 --global-batch-size {batch}",
+            num_stages=n, accumulation=a,
+        )
     return launch(1, scenarios, folder / "one", seconds=240)
 
 

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from tests.gloo.launch import TINY_GPT, flags, launch
+from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of
 
-EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
-TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
 TENSOR = "--tensor-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"
 OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
@@ -38,8 +37,7 @@ SETUPS = {
         f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --bf16", TIED
     ),
 }
-# Streams that are replayed; each of two processes replays its part of both stages. Overlapping
-# changes no number, so the replay reduces and gathers late.
+# Streams that are replayed; each of two processes replays its part of both stages.
 REPLAYED = ("tp", "tp-tied", "sp-bf16", "dp", "dp-tied-bf16", "sharded-overlaps", "sharded-tied",
             "sharded-tied-overlaps-bf16", "cp")
 # Gathering late or early, reducing late or early: the same numbers.
@@ -55,9 +53,7 @@ def folder(tmp_path_factory):
 def ranks(folder):
     scenarios = {}
     for name, (extra, base) in SETUPS.items():
-        command = flags(2, f"{EVERY} {extra}", base)
-        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
-        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+        scenarios |= drained_pair(name, 2, extra, base)
         stream = flags(2, f"--pipeline-schedule paci --paci-accum 2 {extra}", base)
         scenarios[f"stream-{name}"] = {
             "arguments": stream, "save_initial": str(folder / name) if name in REPLAYED else None
@@ -77,15 +73,7 @@ def ranks(folder):
 
 @pytest.fixture(scope="module")
 def replays(folder, ranks):
-    scenarios = {}
-    for name in REPLAYED:
-        extra, base = SETUPS[name]
-        for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
-            extra = extra.replace(flag, "")
-        scenarios[name] = {
-            "arguments": flags(1, extra, base),
-            "replay": {"num_stages": 2, "accumulation": 2, "initial": str(folder / name)},
-        }
+    scenarios = {name: replay_of(folder / name, *SETUPS[name]) for name in REPLAYED}
     return launch(2, scenarios, folder / "replays", seconds=300)
 
 

@@ -11,9 +11,8 @@ import math
 import pytest
 
 from tests.gloo.launch import TINY_GPT, RankError, flags, launch
+from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of
 
-TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
-EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 MASKED = "--calculate-per-token-loss"
 ITERATIONS = 4
 FORMATS = {  # of checkpoints
@@ -77,9 +76,7 @@ def poisoned(num_stages: int) -> dict[str, dict]:
 def two(folder):
     scenarios = streams(2, folder)
     for name, (extra, base) in DRAINED.items():
-        command = flags(2, f"{EVERY} {extra}", base)
-        scenarios[f"stock-{name}"] = {"arguments": command, "plugin": False}
-        scenarios[f"paci-{name}"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+        scenarios |= drained_pair(name, 2, extra, base)
     scenarios |= poisoned(2)
     scenarios["overflow"] = {
         "arguments": flags(2, "--pipeline-schedule paci --paci-accum 4 --fp16 "
@@ -124,9 +121,7 @@ def two(folder):
 @pytest.fixture(scope="module")
 def four(folder):
     scenarios = streams(4, folder) | poisoned(4)
-    command = flags(4, EVERY, TIED)
-    scenarios["stock-tied"] = {"arguments": command, "plugin": False}
-    scenarios["paci-tied"] = {"arguments": [*command, "--pipeline-schedule", "paci"]}
+    scenarios |= drained_pair("tied", 4, "", TIED)
     long = "--pipeline-schedule paci --paci-accum 4 --train-iters 30 --exit-signal-handler "
     for name, how, rank, extra in (
         ("signal-first", "signal", 0, ""), ("signal-middle", "signal", 2, ""),
@@ -147,13 +142,10 @@ def one(folder, two, four):
         # The replay is started without the plugin's flags, under Megatron's own schedule.
         extra = extra.replace("--paci-clip local", "") + " --no-check-for-nan-in-loss-and-grad"
         for num_stages in (2, 4):
-            scenarios[f"{name}-{num_stages}"] = {
-                "arguments": flags(1, extra, base),
-                "replay": {
-                    "num_stages": num_stages, "accumulation": accumulation,
-                    "initial": str(folder / f"{name}-{num_stages}"), **rules,
-                },
-            }
+            scenarios[f"{name}-{num_stages}"] = replay_of(
+                folder / f"{name}-{num_stages}", extra, base,
+                num_stages=num_stages, accumulation=accumulation, **rules,
+            )
     return launch(1, scenarios, folder / "one", seconds=300)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.gloo.launch import TINY_GPT, flags, launch
+from tests.gloo.scenarios import TIED, drained_pair, replay_of
 
-TIED = TINY_GPT.replace(" --untie-embeddings-and-output-weights", "")
 # Megatron wants this dispatcher whenever lengths vary, even without experts.
 VARIABLE = "--moe-token-dispatcher-type alltoall"
-EVERY = f"--eval-interval 1 --eval-iters 1 --clip-grad 0 {VARIABLE}"
 SCRIPT = "tests/gloo/variable_gpt.py"
 STREAMS = {"a2": (2, TINY_GPT), "a8": (8, TIED)}
 
@@ -22,11 +21,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, 4])
 def runs(request, folder):
     num_stages = request.param
-    command = flags(num_stages, EVERY)
-    scenarios = {
-        "stock": {"arguments": command, "plugin": False},
-        "paci": {"arguments": [*command, "--pipeline-schedule", "paci"]},
-    }
+    scenarios = drained_pair("variable", num_stages, VARIABLE)
     for name, (accumulation, base) in STREAMS.items():
         scenarios[name] = {
             "arguments": flags(
@@ -45,15 +40,10 @@ def runs(request, folder):
 def replays(runs, folder):
     num_stages, _ = runs
     scenarios = {
-        name: {
-            "arguments": flags(1, f"--clip-grad 0.3 {VARIABLE}", base),
-            "script": SCRIPT,
-            "replay": {
-                "num_stages": num_stages,
-                "accumulation": accumulation,
-                "initial": str(folder / f"{name}-{num_stages}"),
-            },
-        }
+        name: replay_of(
+            folder / f"{name}-{num_stages}", f"--clip-grad 0.3 {VARIABLE}", base,
+            num_stages=num_stages, accumulation=accumulation,
+        ) | {"script": SCRIPT}
         for name, (accumulation, base) in STREAMS.items()
     }
     return launch(1, scenarios, folder / f"one-{num_stages}", seconds=200)
@@ -61,7 +51,7 @@ def replays(runs, folder):
 
 def test_4_drained_every_window_equals_1f1b(runs):
     _, found = runs
-    for stock, paci in zip(found["stock"], found["paci"], strict=True):
+    for stock, paci in zip(found["stock-variable"], found["paci-variable"], strict=True):
         for key in ("losses", "evaluations", "weights", "optimizer"):
             assert paci[key] == stock[key]
 
