@@ -57,6 +57,13 @@ class PaciArguments:
     iteration, peak bytes of parameters and activations, and under paci drift and queue depth. Works
     under every schedule, to compare them."""
 
+    paci_stall_seconds: int = field(
+        default=0, metadata={"argparse_meta": {"type": _whole_number, "metavar": "S"}}
+    )
+    """Let every rank print what it is doing (action, queue, last actions, stack) when nothing has
+    been done for S seconds, in an action, an evaluation or a checkpoint; training goes on. With 0
+    it does so only shortly before --distributed-timeout-minutes is over."""
+
     paci_accept_unknown_flags: bool = False
     """Let arguments through that this version of megatron_paci does not know, those of a newer
     Megatron; they may not work together with paci."""

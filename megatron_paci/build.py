@@ -27,6 +27,8 @@ from megatron_paci.stage_local import StageLocalStatistics, stage_local_collecti
 from megatron_paci.tied import TiedEmbedding, has_unused_output_weight, tied_parameter
 from megatron_paci.window import MegatronWindow
 
+NOTE = "megatron_paci"
+
 
 class MegatronStage:
     """One pipeline stage of a Megatron job under PACI: the engine and all it was built from."""
@@ -69,8 +71,15 @@ class MegatronStage:
         self.config = schedules.get_model_config(self.model)
         self._message_shape: tuple[int, ...] = ()
         self._num_microbatches: int | None = None
+        self._doing = "between iterations"
+        self._iterations = 0
+        self._beats = 0
         self._collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pipeline = self._collection.pp
+        ranks = torch.distributed.get_process_group_ranks(pipeline)
+        self._place = (
+            f"rank {torch.distributed.get_rank()} (pipeline of ranks {' '.join(map(str, ranks))})"
+        )
         schedule = StageSchedule(pipeline.rank(), pipeline.size(), accumulation)
         is_first = schedule.stage == 0
         self.is_last_stage = schedule.stage == schedule.num_stages - 1
@@ -177,11 +186,13 @@ class MegatronStage:
             cp_group=self._collection.cp,
         )[0]
         self.compute.bind(forward_step_func, data_iterator, self.engine.schedule.accumulation)
-        if self._metrics is not None:
-            self._metrics.begin_run()
-        self.engine.run(num_microbatches)
-        if self._metrics is not None:
-            self._metrics.end_run()
+        self._iterations += 1
+        with self.doing("training"):
+            if self._metrics is not None:
+                self._metrics.begin_run()
+            self.engine.run(num_microbatches)
+            if self._metrics is not None:
+                self._metrics.end_run()
         return self.compute.forward_data
 
     def set_accumulation(self, accumulation: int) -> None:
@@ -191,18 +202,55 @@ class MegatronStage:
     def drain(self) -> None:
         """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""
         if self.engine.streaming:
-            self.engine.drain()
-            if self._metrics is not None:
-                self._metrics.end_drain()
+            with self.doing("draining the pipeline"):
+                self.engine.drain()
+                if self._metrics is not None:
+                    self._metrics.end_drain()
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """Drain; while it lasts every optimizer state that Megatron stores is there."""
         self.drain()
-        self.lend_tied_state()
-        yield
-        if self._tied is not None:
-            self._tied.drop_state()
+        with self.doing("saving a checkpoint"):
+            self.lend_tied_state()
+            yield
+            if self._tied is not None:
+                self._tied.drop_state()
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Name what happens meanwhile in ``describe``.
+
+        Raises:
+            BaseException: Whatever was raised meanwhile, with a note that holds the description.
+        """
+        before, self._doing = self._doing, what
+        self.beat()
+        try:
+            yield
+        except BaseException as error:
+            if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+                error.add_note(f"{NOTE}: {self.describe()}")
+            raise
+        finally:
+            self._doing = before
+            self.beat()
+
+    def beat(self) -> None:
+        """Say that something outside of the schedule's actions has been done."""
+        self._beats += 1
+
+    def progress(self) -> tuple[int, ...]:
+        """Return what is another tuple whenever something has been done."""
+        engine = self.engine
+        return engine.num_forwards, engine.num_backwards, engine.version, self._beats
+
+    def describe(self) -> str:
+        """Return one paragraph that says what this rank is doing; any thread may ask."""
+        return (
+            f"{self._place}, iteration {self._iterations} since the start, {self._doing}; "
+            f"{self.engine.describe()}"
+        )
 
     def lend_tied_state(self) -> None:
         """Complete the optimizer state, after a drain; all ranks of the job have to do so."""

@@ -201,24 +201,16 @@ class Engine:
             self._begin_stream(self.schedule)
 
     def execute(self, action: Action) -> None:
-        """Run one action; the caller keeps the order of the schedule.
-
-        Raises:
-            Exception: Whatever the action raised, with a note that says where in the schedule.
-        """
+        """Run one action; the caller keeps the order of the schedule."""
         self._current = action
-        try:
-            if action.kind is Kind.FORWARD:
-                self._forward(action.microbatch)
-            elif action.kind is Kind.BACKWARD:
-                self._backward(action.microbatch)
-            else:
-                self._step()
-            if self.observer is not None:
-                self.observer(self, action)
-        except BaseException as error:
-            error.add_note(self.describe())
-            raise
+        if action.kind is Kind.FORWARD:
+            self._forward(action.microbatch)
+        elif action.kind is Kind.BACKWARD:
+            self._backward(action.microbatch)
+        else:
+            self._step()
+        if self.observer is not None:
+            self.observer(self, action)
         self._last_actions.append(str(action))
         self._current = None
 
@@ -266,14 +258,17 @@ class Engine:
         return self._stream_forwards > 0
 
     def describe(self) -> str:
-        """Return one paragraph that says where in the schedule this stage is."""
+        """Return one paragraph that says where in the schedule this stage is.
+
+        Any thread may ask: what is in flight is copied at once.
+        """
         schedule = self.schedule
-        queue = " ".join(f"{entry.microbatch}@v{entry.version}" for entry in self.in_flight)
+        queue = " ".join(f"{each.microbatch}@v{each.version}" for each in tuple(self.in_flight))
         return (
             f"PACI stage {schedule.stage} of {schedule.num_stages}, accumulation "
             f"{schedule.accumulation}: in action {self._current or 'none'}, version "
             f"{self.version}, in flight [{queue}] of at most {schedule.depth}, last actions "
-            f"{' '.join(self._last_actions) or 'none'}"
+            f"{' '.join(tuple(self._last_actions)) or 'none'}"
         )
 
     def statistics(self) -> dict[str, Any]:

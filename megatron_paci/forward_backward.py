@@ -58,6 +58,7 @@ def forward_backward_pipelining_paci(
     if forward_only:
         if stage is not None:
             stage.drain()
+            stage.beat()
         return _megatron_schedule(model, pg_collection)(
             forward_step_func=forward_step_func,
             data_iterator=data_iterator,

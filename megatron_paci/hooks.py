@@ -25,6 +25,7 @@ from megatron_paci.loop import LOOP_PATCHES, drain, exit_wishes
 from megatron_paci.patching import Patch, PatchSet
 from megatron_paci.record import Recorder
 from megatron_paci.train_step import paci_train_step
+from megatron_paci.watchdog import LAST_WORDS, Watchdog
 
 _recorder: Recorder | None = None
 
@@ -74,7 +75,7 @@ def _train(original, *args, **kwargs):
     _recorder = None
     if getattr(arguments, "paci_record", None):
         _recorder = Recorder(arguments.paci_record, model[0], optimizer)
-    stage = None
+    stage = watchdog = None
     if selected_schedule(arguments) == "paci":
         compatibility.check_call(call)
         stage = MegatronStage(
@@ -90,8 +91,16 @@ def _train(original, *args, **kwargs):
             timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
         )
         install_stage(stage)
+        watchdog = Watchdog(
+            stage.describe,
+            stage.progress,
+            stall_seconds=arguments.paci_stall_seconds
+            or 60 * LAST_WORDS * arguments.distributed_timeout_minutes,
+        )
+        watchdog.start()
     try:
-        result = original(*args, **kwargs)
+        with nullcontext() if stage is None else stage.doing("between iterations"):
+            result = original(*args, **kwargs)
         drain()
         if stage is not None:
             stage.lend_tied_state()  # Megatron may save once more, after training
@@ -106,6 +115,7 @@ def _train(original, *args, **kwargs):
         if _recorder is not None:
             _recorder.write(stage and stage.engine.statistics())
         if stage is not None:
+            watchdog.stop()
             install_stage(None)
             stage.close()
 
@@ -121,8 +131,10 @@ def _train_step(original, *args, **kwargs):
 
 
 def _evaluate(original, *args, **kwargs):
+    stage = installed_stage()
     drain()
-    result = original(*args, **kwargs)
+    with nullcontext() if stage is None else stage.doing("evaluating"):
+        result = original(*args, **kwargs)
     if _recorder is not None:
         _recorder.evaluation(result)
     return result

@@ -14,6 +14,16 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
+def take_back_steps(optimizer: Any, count: int) -> None:
+    """Lower the number of steps that an optimizer counts for its bias corrections by ``count``."""
+    for part in optimizer_parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        for counted in (*part.optimizer.param_groups, *part.optimizer.state.values()):
+            if "step" in counted:
+                counted["step"] = counted["step"] - count
+
+
 @dataclass(frozen=True)
 class Updated:
     """What an optimizer updates for a parameter on this rank.

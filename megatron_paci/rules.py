@@ -104,9 +104,12 @@ def microbatch_counts(args: argparse.Namespace) -> tuple[int, ...]:
     return tuple(size // samples for size in sizes)
 
 
+def _is_whole(value: int | str, *, at_least: int) -> bool:
+    return isinstance(value, int) and value >= at_least
+
+
 def _bad_accumulation(args: argparse.Namespace) -> bool:
-    accum = args.paci_accum
-    return accum is not None and not (isinstance(accum, int) and accum >= 1)
+    return args.paci_accum is not None and not _is_whole(args.paci_accum, at_least=1)
 
 
 def _indivisible(args: argparse.Namespace) -> bool:
@@ -153,11 +156,12 @@ SELECTION_RULES = (
         "add e.g. --pipeline-model-parallel-size 2",
     ),
     Rule(
-        "a window under another schedule",
-        ("paci_accum",),
-        lambda args: args.paci_accum is not None and args.pipeline_schedule in SCHEDULES[:-1],
+        "a window or a watchdog under another schedule",
+        ("paci_accum", "paci_stall_seconds"),
+        lambda args: args.pipeline_schedule in SCHEDULES[:-1]
+        and (args.paci_accum is not None or args.paci_stall_seconds != 0),
         "has no meaning under --pipeline-schedule {args.pipeline_schedule}",
-        "add --pipeline-schedule paci, or drop --paci-accum",
+        "add --pipeline-schedule paci, or drop {flags}",
     ),
 )
 
@@ -176,5 +180,20 @@ WINDOW_RULES = (
         "does not divide the {counts} microbatches of an iteration "
         "(global batch / (micro batch * data parallel)), so drains would fall inside a window",
         "take --paci-accum {divisors}, or change --global-batch-size",
+    ),
+    Rule(
+        "a watchdog without a time",
+        ("paci_stall_seconds",),
+        lambda args: not _is_whole(args.paci_stall_seconds, at_least=0),
+        "not a whole number of at least 0",
+        "give seconds, e.g. --paci-stall-seconds 60",
+    ),
+    Rule(
+        "a watchdog that comes too late",
+        ("paci_stall_seconds",),
+        lambda args: _is_whole(args.paci_stall_seconds, at_least=0)
+        and args.paci_stall_seconds >= 60 * args.distributed_timeout_minutes,
+        "--distributed-timeout-minutes ends the run before",
+        "give fewer seconds, or drop {flags}: it then speaks up shortly before the time-out",
     ),
 )

@@ -19,7 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_paci.exit_request import ExitRequest
-from megatron_paci.optimizers import optimizer_parts
+from megatron_paci.optimizers import optimizer_parts, take_back_steps
 from megatron_paci.report import Ledger, Report
 from megatron_paci.schedule import StageSchedule
 from megatron_paci.tied import TiedEmbedding
@@ -98,6 +98,7 @@ class MegatronWindow:
         self.samples_per_microbatch = 1
         self.skipped = 0
         self.partial = 0
+        self._steps_ahead = 0
 
     def begin_stream(self, schedule: StageSchedule) -> None:
         """Take the window length of the stream that begins."""
@@ -217,6 +218,9 @@ class MegatronWindow:
         torch.distributed.all_gather_object(stages, own, group=self._pipeline)
         for partial in self.ledger.settle([stage["reports"] for stage in stages]):
             self._note_partial(partial)
+        # A checkpoint stores one count of steps for all stages, which is that of stage 0.
+        take_back_steps(self._optimizer, self._steps_ahead)
+        self._steps_ahead = 0
         for stage in stages:
             self._exit_request.hear_wishes(stage["requests"])
         self._exit_request.decide()
@@ -293,6 +297,7 @@ class MegatronWindow:
     def _note_partial(self, report: Report) -> None:
         """An overflow that began in an earlier stage's backward, after this stage had stepped."""
         self.partial += 1
+        self._steps_ahead += 1
         for scaler in self._scalers():
             scaler.update(True)
         logger.warning(

@@ -96,6 +96,16 @@ def two(folder):
         ("second-part", f"--save {parts} --load {parts}"),
     ):
         scenarios[name] = {"arguments": flags(2, f"{paci} {extra}", base)}
+    # The same with an update that the last stage alone has taken before.
+    partial = {"poison": {"stage": 0, "microbatch": 2, "where": "backward"}}
+    whole, parts = folder / "partial-whole", folder / "partial-parts"
+    paci = "--pipeline-schedule paci --paci-accum 4 --save-interval 2"
+    for name, extra, rules in (
+        ("whole", f"--save {whole}", partial),
+        ("first", f"--save {parts} --exit-interval 2", partial),
+        ("second", f"--save {parts} --load {parts}", {}),
+    ):
+        scenarios[f"partial-{name}"] = {"arguments": flags(2, f"{paci} {extra}"), **rules}
     # The same checkpoint continued by either, and theirs by each other.
     save = "--save-interval 2 --exit-interval 2"
     for form in FORMATS:
@@ -201,6 +211,14 @@ def test_8_save_load_go_on_equals_not_stopping(two):
     for whole, part in zip(two["whole"], two["second-part"], strict=True):
         assert part["losses"] == whole["losses"][2:]
         assert len(part["losses"]) == ITERATIONS - 2
+        assert (part["weights"], part["optimizer"]) == (whole["weights"], whole["optimizer"])
+
+
+def test_8_after_a_partial_update_too(two):
+    """A checkpoint stores one count of Adam's steps; the stages agree on it when they drain."""
+    assert [rank["partial"] for rank in two["partial-first"]] == [0, 1]
+    for whole, part in zip(two["partial-whole"], two["partial-second"], strict=True):
+        assert part["losses"] == whole["losses"][2:]
         assert (part["weights"], part["optimizer"]) == (whole["weights"], whole["optimizer"])
 
 

@@ -55,6 +55,7 @@ def parse():
         BASE + "--num-experts 4 --log-params-norm",  # only PACI objects to these
         PACI,
         PACI + "--paci-accum 1",
+        PACI + "--paci-stall-seconds 599",
         PACI + "--paci-accum 8 --bf16",
         PACI.replace("--untie-embeddings-and-output-weights", "--fp16 --calculate-per-token-loss"),
         PACI + "--cuda-graph-impl none",
@@ -80,6 +81,8 @@ def test_what_runs_is_let_through(parse, text):
         ("--pipeline-schedule interleaved",
          ["several model chunks", "--num-virtual-stages-per-pipeline-rank 2"]),
         ("--paci-accum 4", ["--paci-accum 4", "add --pipeline-schedule paci"]),
+        ("--paci-stall-seconds 60",
+         ["--paci-stall-seconds 60", "add --pipeline-schedule paci, or drop --paci-stall-seconds"]),
     ],
 )
 def test_a_contradicting_choice_of_schedule_is_refused(parse, flags, words):
@@ -102,6 +105,9 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--paci-accum -1", ["--paci-accum -1", "at least 1"]),
         ("--paci-accum 2.5", ["--paci-accum 2.5", "whole number"]),
         ("--paci-accum four", ["--paci-accum four", "e.g. --paci-accum 4"]),
+        ("--paci-stall-seconds -1", ["--paci-stall-seconds -1", "at least 0"]),
+        ("--paci-stall-seconds 1m", ["--paci-stall-seconds 1m", "e.g. --paci-stall-seconds 60"]),
+        ("--paci-stall-seconds 600", ["--paci-stall-seconds 600", "ends the run before"]),
         ("--num-layers-per-virtual-pipeline-stage 1", ["virtual", "one model chunk"]),
         ("--num-virtual-stages-per-pipeline-rank 2", ["virtual", "drop"]),
         ("--pipeline-model-parallel-layout Et|t|t|tL", ["virtual", "second chunk"]),
@@ -168,7 +174,7 @@ def test_what_paci_cannot_do_is_refused_with_reason_and_remedy(parse, flags, wor
         pytest.skip("this version of Megatron does not have the flag")
     # The message begins with the flag as it was typed, value included.
     assert_refused(parse(PACI + flags), [f"- {flags}: ", *words])
-    if not flags.startswith("--paci-accum"):
+    if not flags.startswith("--paci-"):
         check(parse(BASE + flags))  # Megatron's own schedules keep it
 
 
@@ -341,7 +347,7 @@ def test_the_flags_and_their_help(parse):
     group = next(g for g in parse.parser._action_groups if g.title == "paci")
     assert [action.option_strings[0] for action in group._group_actions] == [
         "--pipeline-schedule", "--paci-accum", "--paci-clip", "--paci-nonfinite", "--paci-record",
-        "--paci-accept-unknown-flags",
+        "--paci-stall-seconds", "--paci-accept-unknown-flags",
     ]
     assert all(action.help for action in group._group_actions)
     text = parse.parser.format_help()  # raises in Megatron 0.19.2 without the plugin

@@ -205,14 +205,14 @@ def test_a_run_that_would_end_inside_a_window_is_refused_before_anything_moves()
     assert mock.log == ["begin a=4"] * 2 and not mock.expected
 
 
-def test_an_error_says_where_in_the_schedule_it_happened():
+def test_after_an_error_the_engine_says_where_in_the_schedule_it_happened():
     engine, mock, _ = build(stage=0, num_stages=2, accumulation=2)
     mock.in_step = RuntimeError("out of memory")
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError):
         engine.run(4)
-    note = caught.value.__notes__[0]
-    assert "stage 0 of 2" in note and "in action STEP" in note
-    assert "in flight [2@v0]" in note and "last actions F0 F1 B0 F2 B1" in note
+    place = engine.describe()
+    assert "stage 0 of 2" in place and "in action STEP" in place
+    assert "in flight [2@v0]" in place and "last actions F0 F1 B0 F2 B1" in place
 
 
 def test_a_closed_engine_holds_nothing_and_does_not_run():
