@@ -88,6 +88,7 @@ def test_an_error_on_one_stage_ends_all_and_the_real_one_is_shown(endings):
     first, last = endings[0]["spoilt"]
     assert first["status"] != 0 and last["status"] != 0
     assert "modified by an inplace operation" in last["output"]
+    assert "rank 1 (pipeline of ranks 0 1), iteration 1 since the start, training" in last["output"]
     assert "PACI stage 1 of 2, accumulation 4: in action B5" in last["output"]
     # The other stage says what it was waiting for.
     assert "PACI stage 0 of 2, accumulation 4: in action" in first["output"]

@@ -17,7 +17,7 @@ def test_a_hang_is_ended_and_every_rank_says_what_it_was_doing(tmp_path):
     with pytest.raises(RankError) as caught:
         launch(2, {"hang": scenario}, tmp_path, seconds=120, fresh=True)
     message = str(caught.value)
-    assert "rank 1: no end after 5 s; PACI stage 1 of 2" in message
+    assert "rank 1: no end after 5 s; rank 1 (pipeline of ranks 0 1), iteration 1 " in message
     # The other one has its gradient and waits for the report behind it.
     assert "PACI stage 0 of 2, accumulation 2: in action STEP" in message
     assert "last actions F0 F1 B0 F2 B1\n" in message

@@ -17,7 +17,7 @@ def test_runs_of_any_size_go_on_after_a_failure(tmp_path):
 
         paci = flags(2, "--pipeline-schedule paci --paci-accum 2")
         hang = {"arguments": paci, "hang": {"rank": 1, "action": "B1", "seconds": 5}}
-        with pytest.raises(RankError, match="rank 1: no end after 5 s; PACI stage 1 of 2") as hung:
+        with pytest.raises(RankError, match="rank 1: no end after 5 s; rank 1 ") as hung:
             pool.run(2, {"hang": hang}, seconds=200)
         assert "last actions F0 F1 B0 F2 B1\n" in str(hung.value)
 
