@@ -188,8 +188,6 @@ class MegatronStage:
         self.compute.bind(forward_step_func, data_iterator, self.engine.schedule.accumulation)
         self._iterations += 1
         with self.doing("training"):
-            if self._metrics is not None:
-                self._metrics.begin_run()
             self.engine.run(num_microbatches)
             if self._metrics is not None:
                 self._metrics.end_run()

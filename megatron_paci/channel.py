@@ -41,7 +41,7 @@ class PipelineChannel:
         self._schedule: StageSchedule | None = None
         # Next microbatch to post a receive for, and the ones received or sent last, by direction.
         self._next_forward = self._last_forward = self._end_of_run = 0
-        self._next_backward = self._last_backward = self._sent_forwards = 0
+        self._next_backward = self._last_backward = self._sent_forwards = self._next_report = 0
 
         def link(
             group: torch.distributed.ProcessGroup | None, dtype: torch.dtype | None = None
@@ -61,7 +61,7 @@ class PipelineChannel:
         """Start counting microbatches anew; everything sent before has arrived."""
         self._schedule = schedule
         self._next_forward = self._last_forward = self._end_of_run = 0
-        self._next_backward = self._last_backward = self._sent_forwards = 0
+        self._next_backward = self._last_backward = self._sent_forwards = self._next_report = 0
 
     def expect_forwards(self, count: int) -> None:
         """Post the first receive of a run of ``count`` forwards.
@@ -79,10 +79,12 @@ class PipelineChannel:
         if self._forward_in is None:
             return None
         if self._shape_in is not None:
-            self._post_behind_shape(microbatch)
+            self._post_behind_shape()
         tensor = self._forward_in.take()
         if self._schedule.reported_window(microbatch) is None:
             self._post_forward()
+        else:
+            self._forward_in.post_receive_report()
         self._backward_out.release_sent(microbatch - self._schedule.depth - 1)
         return tensor
 
@@ -98,6 +100,7 @@ class PipelineChannel:
         """Send an output to the next stage and post the receive of a gradient."""
         if self._forward_out is None:
             return
+        self._post_upstream(microbatch - self._schedule.depth + 1)
         shape = tuple(output_tensor.shape)
         if self._shape_out is not None:
             vector = torch.tensor(shape, dtype=torch.float64, device=output_tensor.device)
@@ -111,7 +114,10 @@ class PipelineChannel:
         self._forward_out.send(microbatch, output_tensor)
         self._sent_shapes.append(shape)
         self._sent_forwards += 1
-        self._post_backward()
+        # The next stage sends its first gradient after it has taken this many forwards. A receive
+        # posted before that would let whoever waits for the device wait for this stage itself.
+        if self._sent_forwards >= self._schedule.depth - 1:
+            self._post_backward()
 
     def send_downstream(self, report: Report) -> None:
         """Send a report behind the forward sent last."""
@@ -123,6 +129,9 @@ class PipelineChannel:
         self._last_backward = microbatch
         if self._backward_in is None:
             return None
+        # Both are posted already unless no forward came before.
+        self._post_backward()
+        self._post_upstream(microbatch)
         gradient = self._backward_in.take()
         if not self._schedule.ends_window(microbatch):
             self._post_backward()
@@ -156,7 +165,7 @@ class PipelineChannel:
                 link.finish()
 
     def _post_forward(self) -> None:
-        """Post the receives of one forward and the report behind it, if it comes in this run."""
+        """Post the receive of one forward, if it comes in this run."""
         if self._shape_in is not None:  # the message is posted when its shape is known
             if not self._shape_in.has_posted and self._next_forward < self._end_of_run:
                 self._shape_in.post_receive((3,))
@@ -165,21 +174,15 @@ class PipelineChannel:
         link = self._forward_in
         if link is None or link.has_posted or self._next_forward == self._end_of_run:
             return
-        self._post_message(self._next_forward, self._shape())
+        link.post_receive(self._shape())
         self._next_forward += 1
 
-    def _post_behind_shape(self, microbatch: int) -> None:
-        """Take the shape of a forward and post its receives."""
-        shape = tuple(int(size) for size in self._shape_in.take())
-        self._post_message(microbatch, shape)
-
-    def _post_message(self, microbatch: int, shape: tuple[int, ...]) -> None:
-        self._forward_in.post_receive(shape)
-        if self._schedule.reported_window(microbatch) is not None:
-            self._forward_in.post_receive_report()
+    def _post_behind_shape(self) -> None:
+        """Take the shape of a forward and post its receive."""
+        self._forward_in.post_receive(tuple(int(size) for size in self._shape_in.take()))
 
     def _post_backward(self) -> None:
-        """Post the receives of one gradient and the report behind it.
+        """Post the receive of one gradient.
 
         Every microbatch in flight gets its gradient, in this run or in the drain.
         """
@@ -187,6 +190,15 @@ class PipelineChannel:
         if link.has_posted or self._next_backward == self._sent_forwards:
             return
         link.post_receive(self._sent_shapes.popleft())
-        if self._schedule.ends_window(self._next_backward):
-            link.post_receive_report()
         self._next_backward += 1
+
+    def _post_upstream(self, microbatch: int) -> None:
+        """Post the receive of the report behind the gradient of ``microbatch``, if there is one.
+
+        Not together with the gradient, when the forward before it is still to be computed: where
+        all streams share one hardware queue, a receive that waits for another one holds back
+        whatever the host issues after it.
+        """
+        if microbatch >= self._next_report and self._schedule.ends_window(microbatch):
+            self._backward_in.post_receive_report()
+            self._next_report = microbatch + 1

@@ -53,11 +53,6 @@ class RouterMetrics:
             tracker.ensure_initialized(name, self._num_layers)
         return [tracker.metrics[name].values for name in METRICS]
 
-    def begin_run(self) -> None:
-        """Let the earlier stages' metrics of this run come in meanwhile."""
-        if self._in is not None:
-            self._in.post_receive((len(METRICS), self._num_layers))
-
     @torch.no_grad()
     def end_run(self) -> None:
         """Add what the earlier stages have recorded in this run and pass the sum on."""
@@ -67,6 +62,8 @@ class RouterMetrics:
                 entry.add_(recorded)
             self._drained = None
         if self._in is not None:
+            # Not posted earlier: it would hold up whoever waits for the device during the run.
+            self._in.post_receive((len(METRICS), self._num_layers))
             for entry, earlier in zip(entries, self._in.take()):
                 entry.add_(earlier)
         if self._out is not None:

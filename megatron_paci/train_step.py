@@ -55,7 +55,8 @@ def paci_train_step(
     )
     if iteration is not None and iteration + 1 >= args.train_iters:
         stage.drain()
-    if args.empty_unused_memory_level >= 1:
+    # Freeing memory waits for the whole device, in the stream for messages of other stages, too.
+    if args.empty_unused_memory_level >= 1 and not stage.engine.streaming:
         torch.cuda.empty_cache()
     window, totals = stage.window, stage.window.ledger.newest
     return (

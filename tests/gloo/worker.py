@@ -61,7 +61,7 @@ def watch(seconds: float) -> threading.Timer:
 def train(arguments: list[str], *, script: str, save_initial: str | None = None,
           replay: dict | None = None, sleep_ms: float = 0, sleep_seed: int = 0,
           poison: dict | None = None, stop: dict | None = None, hang: dict | None = None,
-          collectives: bool = False) -> dict:
+          collectives: bool = False, order: bool = False) -> dict:
     """Run a launch script under the hooks; return what this rank saw.
 
     Args:
@@ -73,13 +73,17 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         stop: At ``iteration`` on ``rank``, ``how`` is signal or duration: wish to end training.
         hang: On ``rank`` stop for good at ``action``; the time of all is up ``seconds`` later.
         collectives: Note those over several stages while the stream runs; needs 3 iterations.
+        order: Note all that is posted and waited for, as events of nccl_order/rules.py.
     """
     import torch
     from megatron.training import get_args
 
     from megatron_paci.build import installed_stage
     from megatron_paci.patching import Patch, PatchSet
+    from tests.nccl_order.recorder import Recorder
+    from tests.nccl_order.rules import plain
 
+    recorder = Recorder()
     seen: dict = {
         "actions": [], "losses": [], "evaluations": [], "grad_norms": [], "router_metrics": []
     }
@@ -87,6 +91,7 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
 
     def observe(engine, action):
         seen["actions"].append(str(action))
+        recorder.mark(str(action))
         if hang and str(action) == hang["action"]:
             watch(hang["seconds"])
             if RANK == hang["rank"]:
@@ -151,12 +156,17 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
     sys.argv = [str(path), *arguments, *cpu_flags(arguments)]
     probes.install()
     try:
-        with across_stages(seen) if collectives else contextlib.nullcontext():
+        with (
+            across_stages(seen) if collectives else contextlib.nullcontext(),
+            recorder.recording() if order else contextlib.nullcontext(),
+        ):
             with contextlib.suppress(SystemExit):
                 runpy.run_path(str(path), run_name="__main__")
     finally:
         probes.uninstall()
     tear_down()
+    if order:
+        seen["order"] = plain(recorder.log)
     if engine := seen.pop("engine", None):
         seen["statistics"] = engine.statistics()
         seen["skipped"], seen["partial"] = engine.window.skipped, engine.window.partial

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.timers import Timer
 
-from megatron_paci import loop
+from megatron_paci import loop, train_step
 from megatron_paci.cpu import CpuDevice
 
 
@@ -44,3 +44,25 @@ def test_timers_wait_for_the_stream_alone_while_microbatches_are_in_flight(
         loop._start_or_stop_alone(Timer.stop, timer, barrier=True)
         assert synchronized == waits
         synchronized.clear()
+
+
+def test_memory_is_freed_only_when_the_stream_is_drained(monkeypatch):
+    """Freeing waits for the whole device, so for messages that other stages send later."""
+    freed = []
+    engine = SimpleNamespace(streaming=True)
+    stage = SimpleNamespace(
+        engine=engine, is_last_stage=False, set_accumulation=lambda accumulation: None,
+        window=SimpleNamespace(skipped=0, ledger=SimpleNamespace(newest=None)),
+    )
+    arguments = SimpleNamespace(
+        paci_accum=1, seq_length=1, micro_batch_size=1, decoder_seq_length=None,
+        empty_unused_memory_level=1, log_num_zeros_in_grad=False,
+    )
+    monkeypatch.setattr(train_step, "get_args", lambda: arguments)
+    monkeypatch.setattr(train_step, "installed_stage", lambda: stage)
+    monkeypatch.setattr(train_step, "get_num_microbatches", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(engine.streaming))
+    for streaming in (True, False):
+        engine.streaming = streaming
+        train_step.paci_train_step(None, None, None, None, None, None, lambda **_: [])
+    assert freed == [False]
