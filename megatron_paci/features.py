@@ -39,6 +39,7 @@ FEATURES = "tests/gloo/test_features.py::"
 VARIABLE = "tests/gloo/test_variable_lengths.py::"
 FLAGS = "tests/gloo/test_flags.py::"
 LOOP = "tests/gloo/test_loop.py::"
+RESUME = "tests/gloo/test_resume.py::"
 CHECKS = "tests/unit/test_compatibility.py::"
 
 EQUALS_1F1B = "drained every window it equals 1F1B bitwise"
@@ -222,8 +223,16 @@ WORKS = (
         "checkpoints",
         "save save_interval load ckpt_format",
         "drains before; exchanged with 1F1B in both directions",
+        f"{RESUME}test_8_a_stopped_and_resumed_run_equals_one_that_was_not_stopped",
         f"{REPORTS}test_8_save_load_go_on_equals_not_stopping",
         f"{REPORTS}test_checkpoints_go_from_1f1b_to_paci_and_back",
+    ),
+    works(
+        "asynchronous checkpoints",
+        "async_save use_persistent_ckpt_worker",
+        "drains before; asks whether one is written when it is drained, so it counts as complete "
+        "at the next drain; tried with --async-strategy mcore",
+        f"{RESUME}test_what_is_written_while_training_goes_on_is_the_state_of_that_iteration",
     ),
     works(
         "timers and statistics in the log",

@@ -9,12 +9,11 @@ from __future__ import annotations
 import inspect
 import sys
 from argparse import Namespace
-from contextlib import nullcontext
 from datetime import timedelta
 
 import megatron.core
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training import get_args
+from megatron.training import get_args, training
 
 from megatron_paci import compatibility
 from megatron_paci.arguments import add_paci_arguments, selected_schedule
@@ -142,7 +141,12 @@ def _evaluate(original, *args, **kwargs):
 
 def _save_checkpoint_and_time(original, *args, **kwargs):
     stage = installed_stage()
-    with nullcontext() if stage is None else stage.checkpoint():
+    if stage is None:
+        return original(*args, **kwargs)
+    with stage.checkpoint():
+        # Nobody has asked since the stream began: let an asynchronous checkpoint that is written by
+        # now count as complete before the next one begins.
+        training.maybe_finalize_async_save()
         return original(*args, **kwargs)
 
 

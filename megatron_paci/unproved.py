@@ -39,10 +39,11 @@ UNPROVED = (
         and getattr(args, "transformer_impl", None) == "transformer_engine",
     ),
     unproved(
-        "asynchronous checkpoints",
-        "async_save async_strategy use_persistent_ckpt_worker",
-        "the process that writes takes a CUDA device; PACI asks whether it is done at drains alone",
-        is_set("async_save"),
+        "asynchronous checkpoints by nvidia-resiliency-ext",
+        "async_strategy",
+        "its process takes a CUDA device; Megatron's own is proved (--async-strategy mcore)",
+        lambda args: bool(getattr(args, "async_save", False))
+        and getattr(args, "async_strategy", None) != "mcore",
     ),
     unproved(
         "recomputation of modules other than core_attn",

@@ -20,6 +20,9 @@ _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 _TORCH_NORM = "megatron.core.transformer.torch_norm"
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+_WORKER = "megatron.core.dist_checkpointing.strategies.async_utils"
 
 # Megatron warns when a GPU's random numbers have moved those of the CPU. Here they are the same.
 _RANDOM_LOGGER = "megatron.core.tensor_parallel.random"
@@ -39,12 +42,23 @@ class CpuDevice:
 
     _installed: CpuDevice | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_checkpoint_worker: bool = False) -> None:
+        """Replace nothing yet.
+
+        Args:
+            in_checkpoint_worker: This process is one that Megatron has started for asynchronous
+                checkpoints (checkpoint_worker.py); it starts none itself.
+        """
+        self._in_checkpoint_worker = in_checkpoint_worker
         self._swaps = Swaps()
-        self._after_imports = (
+        self._after_imports = [
             AfterImport(_TORCH_NORM, self._replace_norm),
             AfterImport(_ATTENTION, self._replace_attention),
-        )
+            AfterImport(_OPTIMIZER, self._replace_optimizer),
+            AfterImport(_WRITER, self._replace_writer),
+        ]
+        if not in_checkpoint_worker:
+            self._after_imports.append(AfterImport(_WORKER, self._replace_worker))
         self._environment: dict[str, str | None] = {}
         self._new_builtins: list[int] = []
 
@@ -60,7 +74,8 @@ class CpuDevice:
                 "megatron_paci CPU device: one is installed in this process already. Uninstall it "
                 "first, or use the one that is there."
             )
-        if "megatron.core" in sys.modules:
+        # A checkpoint worker begins with importing the launch script, and runs nothing compiled.
+        if "megatron.core" in sys.modules and not self._in_checkpoint_worker:
             logger.warning(
                 "Megatron was imported before the CPU device was installed: it has compiled "
                 "functions that will ask for a compiler when they run. Install the device first."
@@ -155,6 +170,29 @@ class CpuDevice:
         attention = module.DotProductAttention
         self._swaps.set(attention, "__init__", with_context_parallel_init(attention.__init__))
         self._swaps.set(attention, "forward", with_context_parallel(attention.forward))
+
+    def _replace_optimizer(self, module: ModuleType) -> None:
+        from megatron_paci.cpu import distributed_optimizer as stand_in
+
+        optimizer = module.DistributedOptimizer
+        for name, wrap in (
+            ("state_dict", stand_in.with_initial_state),
+            ("load_state_dict", stand_in.with_own_counts),
+            ("_set_main_param_and_optimizer_states", stand_in.without_counts),
+        ):
+            self._swaps.set(optimizer, name, wrap(vars(optimizer)[name]))
+
+    def _replace_writer(self, module: ModuleType) -> None:
+        from megatron_paci.cpu.checkpoint_worker import with_copies
+
+        writer = module.FileSystemWriterAsync
+        copying = with_copies(writer.preload_tensors)
+        self._swaps.set(writer, "preload_tensors", staticmethod(copying))
+
+    def _replace_worker(self, module: ModuleType) -> None:
+        from megatron_paci.cpu.checkpoint_worker import run
+
+        self._swaps.set(module.PersistentAsyncCaller, "async_loop", staticmethod(run))
 
     def _undo(self) -> None:
         """Undo what of ``_install`` has been done."""

@@ -44,10 +44,7 @@ class Launches:
 
 
 def add_tied(launches: Launches, loaded: str) -> None:
-    """Train, drain and save with tied weights; then evaluate one of them under 1F1B.
-
-    Without Apex or Transformer Engine Megatron cannot load the state of a distributed optimizer.
-    """
+    """Train, drain and save with tied weights; then evaluate one of them under 1F1B."""
     for name, extra in (("tied", ""), ("tied-sharded", SHARDED)):
         folder = launches.folder / f"checkpoint-{name}"
         common = f"{extra} --eval-interval 2 --eval-iters 1"

@@ -126,6 +126,7 @@ class Observer:
     def note_drain(self, why: str) -> None:
         stage = installed_stage()
         model = self._model
+        tracker = Path(get_args().save or "") / "latest_checkpointed_iteration.txt"
         tied = None if model is None else tied_parameter(model)
         self.seen["drains"].append(
             {
@@ -136,6 +137,7 @@ class Observer:
                     stage.engine.num_forwards, stage.engine.num_backwards, stage.engine.version
                 ],
                 "tied": None if tied is None else digest([tied]),
+                "tracked": int(tracker.read_text()) if tracker.exists() else None,
             }
         )
 

@@ -15,7 +15,6 @@ from megatron_paci.schedule import StageSchedule
 from tests.gloo.launch import TINY_GPT
 from tests.gloo.observed import (
     PACI,
-    TIED,
     Launches,
     add_slowed,
     add_tied,
@@ -54,8 +53,6 @@ def two(tmp_path_factory):
         add(name, f"--clip-grad 0.01 {schedule}", stages=1)  # two replicas of one stage
 
     add_tied(launches, "tied")
-    add("tied-async", f"--eval-interval 2 --eval-iters 1 {PACI} 4 --async-save "
-        f"--save {folder / 'checkpoint-tied-async'} --save-interval 4", TIED)
     common = f"{PACI} 2 --train-iters 6 --eval-interval 2 --eval-iters 1 --save-interval 3"
     add("whole", f"{common} --save {folder / 'whole'}")
     add("stopped", f"{common} --save {folder / 'parts'} --exit-interval 3")
@@ -282,19 +279,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(two):
         assert resumed["evaluations"] == whole["evaluations"][1:]
         for key in ("weights", "optimizer", "learning_rate"):
             assert resumed[key] == whole[key]
-
-
-# 23: asynchronous checkpoints
-
-
-def test_an_asynchronous_checkpoint_equals_the_synchronous_one(two):
-    _, folder = two
-    saved, later = (
-        checkpoint_tensors(folder / f"checkpoint-{name}") for name in ("tied", "tied-async")
-    )
-    assert saved.keys() == later.keys() and len(saved) > 20
-    for name, tensor in saved.items():
-        assert torch.equal(tensor, later[name]), name
 
 
 # 10, 25: timing

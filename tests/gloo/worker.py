@@ -133,7 +133,8 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
 
     def probe_evaluate(original, *args, **kwargs):
         result = original(*args, **kwargs)
-        seen["evaluations"].append({name: float(value) for name, value in result[0].items()})
+        if result[0] is not None:  # it is where the time for training ends in an evaluation
+            seen["evaluations"].append({name: float(value) for name, value in result[0].items()})
         return result
 
     def probe_metrics(original, *args, **kwargs):

@@ -549,6 +549,86 @@ def test_attention_is_let_through_with_context_parallelism(monkeypatch):
     gc.collect()
 
 
+def test_adam_in_a_distributed_optimizer_has_a_state_before_loading_and_counts_of_its_own(
+    monkeypatch,
+):
+    """Stands in for Megatron's; the real one is saved and loaded in tests/gloo/test_resume.py."""
+    from megatron_paci.cpu import device as device_module
+
+    source = (
+        "import torch\n"
+        "class DistributedOptimizer:\n"
+        "    optimizer_state_keys = ('exp_avg', 'exp_avg_sq')\n"
+        "    def __init__(self, adam):\n"
+        "        self.optimizer = adam\n"
+        "    def state_dict(self):\n"
+        "        steps = [s['step'].item() for s in self.optimizer.state.values()]\n"
+        "        assert len(set(steps)) == 1\n"
+        "        return steps[0]\n"
+        "    def load_state_dict(self, count):\n"
+        "        step = torch.tensor(count)\n"
+        "        for state in self.optimizer.state.values():\n"
+        "            state['step'] = step\n"
+        "    def _get_main_param_and_optimizer_states(self, param):\n"
+        "        return {'param': param.view(-1), **self.optimizer.state[param]}\n"
+        "    def _set_main_param_and_optimizer_states(self, param, tensors):\n"
+        "        for key, own in self._get_main_param_and_optimizer_states(param).items():\n"
+        "            own.copy_(tensors[key])\n"
+    )
+    monkeypatch.setattr(device_module, "_OPTIMIZER", "paci_test_optimizer")
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    with CpuDevice():
+        module = import_source("paci_test_optimizer", source, monkeypatch)
+        adam = torch.optim.AdamW(parameters)
+        optimizer = module.DistributedOptimizer(adam)
+        assert optimizer.state_dict() == 0
+        optimizer.load_state_dict(7.0)
+        for parameter in parameters:
+            optimizer._set_main_param_and_optimizer_states(
+                parameter, {key: torch.full((3,), 2.0) for key in ("param", "exp_avg",
+                                                                   "exp_avg_sq")}
+            )
+            parameter.grad = torch.ones(3)
+        assert [parameter.tolist() for parameter in parameters] == [[2.0] * 3] * 2
+        adam.step()
+        assert [adam.state[parameter]["step"].item() for parameter in parameters] == [8.0, 8.0]
+        assert optimizer.state_dict() == 8
+    with pytest.raises(AssertionError):
+        module.DistributedOptimizer(torch.optim.AdamW(parameters)).state_dict()
+
+
+def test_a_checkpoint_worker_is_given_copies_and_becomes_a_cpu_device_itself(monkeypatch):
+    from megatron_paci.cpu import checkpoint_worker
+    from megatron_paci.cpu import device as device_module
+
+    writer = (
+        "class FileSystemWriterAsync:\n"
+        "    @staticmethod\n"
+        "    def preload_tensors(write_buckets, non_blocking=True):\n"
+        "        return write_buckets\n"
+    )
+    worker = (
+        "class PersistentAsyncCaller:\n"
+        "    @staticmethod\n"
+        "    def async_loop(rank):\n"
+        "        return rank\n"
+    )
+    monkeypatch.setattr(device_module, "_WRITER", "paci_test_writer")
+    monkeypatch.setattr(device_module, "_WORKER", "paci_test_worker")
+    tensor = torch.zeros(2)
+    with CpuDevice():
+        preload = import_source(
+            "paci_test_writer", writer, monkeypatch
+        ).FileSystemWriterAsync.preload_tensors
+        [(path, key, (data, [(item, copy)]))] = preload([("p", "k", (["b"], [("i", tensor)]))])
+        tensor.add_(1)
+        assert (path, key, data, item, copy.tolist()) == ("p", "k", ["b"], "i", [0.0, 0.0])
+        caller = import_source("paci_test_worker", worker, monkeypatch).PersistentAsyncCaller
+        assert caller.async_loop is checkpoint_worker.run
+    with CpuDevice(in_checkpoint_worker=True):
+        assert caller.async_loop(3) == 3
+
+
 def test_the_causal_mask_of_a_context_parallel_rank():
     from megatron_paci.cpu.attention import causal_mask
 
