@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import signal
+from collections import deque
 
 
 def digest(tensors) -> str:
@@ -80,3 +81,26 @@ def wish_to_end(how: str) -> None:
         from megatron.training import training
 
         training._TRAIN_START_TIME -= 3600
+
+
+def held(item, path: str) -> dict[str, int]:
+    """Return the length of every collection that objects of the plugin hold, by path."""
+    found, seen = {}, set()
+
+    def walk(item, path: str) -> None:
+        if id(item) in seen:
+            return
+        if isinstance(item, list | tuple | dict | set | deque):
+            seen.add(id(item))
+            found[path] = len(item)
+            entries = item.values() if isinstance(item, dict) else item
+            for entry in entries:
+                walk(entry, f"{path}[]")
+        elif type(item).__module__.startswith("megatron_paci"):
+            seen.add(id(item))
+            names = [*getattr(item, "__dict__", ()), *getattr(item, "__slots__", ())]
+            for name in names:
+                walk(getattr(item, name, None), f"{path}.{name}")
+
+    walk(item, path)
+    return found

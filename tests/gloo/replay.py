@@ -98,13 +98,15 @@ class ReplayStage:
 
 def replay_training(
     seen: dict, train_args: tuple, *, num_stages: int, accumulation: int, initial: str,
-    drain_every: int = 0, clip: str = "pipelined", poison: dict | None = None,
+    streams: list[list[int]] | None = None, clip: str = "pipelined", poison: dict | None = None,
 ):
     """Replay all iterations; stands in for Megatron's ``train``.
 
     Args:
         seen: Receives ``losses`` per iteration and, per stage, ``weights`` and ``optimizer``.
-        drain_every: Iterations between drains, 0 for one at the end.
+        accumulation: Microbatches per window.
+        streams: Instead of one that is drained at the end, several: (iterations, microbatches per
+            iteration, microbatches per window) of each.
         clip: Rule of the clipping norm.
         poison: ``stage`` and ``microbatch`` whose backward gives NaN.
     """
@@ -118,19 +120,17 @@ def replay_training(
     # Every stage reads the same samples, as the ranks of a pipeline do.
     iterators = itertools.tee(iter(lambda: next(data_iterator), None), num_stages)
     stages = [ReplayStage(i, num_stages, iterators[i], initial) for i in range(num_stages)]
-    microbatches = get_num_microbatches()
-    streams = [args.train_iters] if not drain_every else (
-        [drain_every] * (args.train_iters // drain_every)
-    )
-    rules = Rules(accumulation, forward_step_func, clip, poison or {})
-    for iterations in streams:
-        run_stream(stages, iterations * microbatches, rules)
     losses = stages[-1].losses
-    for start in range(0, len(losses), microbatches):
-        total = torch.stack([entry["lm loss"] for entry in losses[start:start + microbatches]])
-        total = total.sum(dim=0)
-        torch.distributed.all_reduce(total, group=stages[-1].groups.dp_cp)
-        seen["losses"].append({"lm loss": float(total[0] / total[1])})
+    streams = streams or [[args.train_iters, get_num_microbatches(), accumulation]]
+    for iterations, microbatches, window in streams:
+        before = len(losses)
+        rules = Rules(window, forward_step_func, clip, poison or {})
+        run_stream(stages, iterations * microbatches, rules)
+        for start in range(before, len(losses), microbatches):
+            total = torch.stack([entry["lm loss"] for entry in losses[start:start + microbatches]])
+            total = total.sum(dim=0)
+            torch.distributed.all_reduce(total, group=stages[-1].groups.dp_cp)
+            seen["losses"].append({"lm loss": float(total[0] / total[1])})
     seen["weights"] = [digest(stage.model.parameters()) for stage in stages]
     seen["buffers"] = [digest(stage.model.module.buffers()) for stage in stages]
     seen["optimizer"] = [digest(optimizer_tensors(stage.optimizer)) for stage in stages]
