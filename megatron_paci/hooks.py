@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from datetime import timedelta
 
 import megatron.core
