@@ -16,8 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_paci.bench.virtual import VirtualRun, measure  # noqa: E402
-from megatron_paci.schedule import StageSchedule  # noqa: E402
-from megatron_paci.simulate import simulate, utilization  # noqa: E402
+from megatron_paci.simulate.figures import Memory  # noqa: E402
+from megatron_paci.simulate.figures import measure as simulated  # noqa: E402
+from megatron_paci.simulate.schedules import paci  # noqa: E402
+from megatron_paci.simulate.timing import Costs  # noqa: E402
 
 STAGES = (2, 4, 8)
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -96,18 +98,12 @@ def with_extra_slots(stages: int, latency: float, *, per_link: int, everywhere: 
         per_link: More slots for each link between a stage and the last one.
         everywhere: More slots on every stage alike.
     """
-    count = 24 * stages + 60
-    passes = simulate(
-        [
-            [list(StageSchedule(
-                s, stages, 1, stages - s + everywhere + per_link * (stages - 1 - s)
-            ).finite(count))]
-            for s in range(stages)
-        ],
-        latency=latency,
+    depths = [stages - s + everywhere + per_link * (stages - 1 - s) for s in range(stages)]
+    figures = simulated(
+        lambda iterations: paci(depths, 1, 1, iterations=iterations),
+        Costs.equal(stages, latency=latency), Memory.in_microbatches(stages), iterations=40,
     )
-    since = 8 * stages
-    return min(utilization(passes, s, since=since, until=since + 40) for s in range(stages))
+    return float(min(figures.utilization))
 
 
 def main(folder: Path) -> None:

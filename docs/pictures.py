@@ -11,21 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_paci.schedule import Action, Kind, StageSchedule  # noqa: E402
-from megatron_paci.simulate import simulate  # noqa: E402
+from megatron_paci.simulate.orders import Work  # noqa: E402
+from megatron_paci.simulate.schedules import plan  # noqa: E402
+from megatron_paci.simulate.timing import Costs, timeline  # noqa: E402
 
 STAGES, MICROBATCHES, WINDOWS = 4, 4, 5
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"]  # by window; safe for most eyes
-
-
-def synchronous(stage: int) -> list[list[Action]]:
-    """Return 1F1B: one stream per window, each drained."""
-    return [list(StageSchedule(stage, STAGES, MICROBATCHES).finite(MICROBATCHES))] * WINDOWS
-
-
-def streaming(stage: int) -> list[list[Action]]:
-    """Return PACI: one stream over all windows."""
-    return [list(StageSchedule(stage, STAGES, MICROBATCHES).finite(MICROBATCHES * WINDOWS))]
 
 
 def draw(path: Path) -> None:
@@ -35,25 +26,27 @@ def draw(path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = [("1F1B: the pipeline is emptied before every update", synchronous),
-            ("PACI: it never is; every stage updates by itself", streaming)]
+    runs = [("1F1B: the pipeline is emptied before every update", "1f1b"),
+            ("PACI: it never is; every stage updates by itself", "paci")]
     figure, axes = plt.subplots(2, 1, figsize=(12.8, 5.2), sharex=True, dpi=100)
     end = 0.0
-    for axis, (title, order) in zip(axes, runs):
-        passes = simulate([order(stage) for stage in range(STAGES)])
-        for item in passes:
-            stage, start, action = item.stage, item.start, item.action
-            window = item.stream + action.microbatch // MICROBATCHES
-            backward = action.kind is Kind.BACKWARD
-            width = item.end - start
+    for axis, (title, name) in zip(axes, runs):
+        made = plan(name, STAGES, MICROBATCHES, iterations=WINDOWS)
+        events = timeline(made.orders, made.path, Costs.equal(STAGES))
+        passes = [event for event in events if event.task.work is not Work.STEP]
+        for event in passes:
+            stage, start, microbatch = event.stage, event.start, event.task.index
+            window = microbatch // MICROBATCHES
+            backward = event.task.work is Work.BACKWARD
+            width = event.end - start
             axis.barh(stage, width, left=start, height=0.86, color=COLOURS[window % 5],
                       alpha=1.0 if backward else 0.55, edgecolor="white", linewidth=1.2)
-            axis.text(start + width / 2, stage, str(action.microbatch % MICROBATCHES),
+            axis.text(start + width / 2, stage, str(microbatch % MICROBATCHES),
                       ha="center", va="center", fontsize=8, color="black")
-            if backward and action.microbatch % MICROBATCHES == MICROBATCHES - 1:
+            if backward and microbatch % MICROBATCHES == MICROBATCHES - 1:
                 axis.plot(start + width, stage - 0.52, marker="v", color="black", markersize=5,
                           clip_on=False)
-        last = max(item.end for item in passes)
+        last = max(event.end for event in passes)
         end = max(end, last)
         axis.axvline(last, color="black", linewidth=1, linestyle=":")
         axis.text(last + 0.4, 1.5, f"{last:.0f}", va="center", fontsize=11, weight="bold")

@@ -1,4 +1,4 @@
-"""Command line: ``python -m megatron_paci run [--device cpu] SCRIPT ARGS...``, or ``bench``.
+"""Command line: ``python -m megatron_paci run [--device cpu] SCRIPT ARGS...`` and others.
 
 ``run`` hooks the schedule into Megatron and then runs a launch script as if it had been started by
 itself. It goes where the script would go behind torchrun::
@@ -9,6 +9,10 @@ itself. It goes where the script would go behind torchrun::
 ``bench`` measures schedules on this machine's CPUs (megatron_paci/bench)::
 
     python -m megatron_paci bench virtual --stages 4 --microbatches 8 --schedule paci --json FILE
+
+``simulate`` times schedules without running anything (megatron_paci/simulate)::
+
+    python -m megatron_paci simulate --stages 4 --microbatches 8 --picture FILE.png
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import sys
 from pathlib import Path
 
 from megatron_paci.bench.command import add_bench_command
+from megatron_paci.simulate.command import add_simulate_command
 from megatron_paci.version import __version__
 
 USAGE_ERROR = 2
@@ -47,9 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("script", metavar="SCRIPT", help="launch script, e.g. pretrain_gpt.py")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     add_bench_command(commands)
+    add_simulate_command(commands)
     argv = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(argv)
-    if options.command == "bench":
+    if options.command in ("bench", "simulate"):
         return options.run(options, argv)
     return run_script(options.script, options.arguments, device=options.device)
 

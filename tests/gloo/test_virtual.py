@@ -15,8 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_paci.bench.costs import per_stage
 from megatron_paci.bench.ranks import RankError
 from megatron_paci.bench.virtual import VirtualRun, measure
+from megatron_paci.simulate.figures import Memory
+from megatron_paci.simulate.figures import measure as simulated
+from megatron_paci.simulate.schedules import plan
+from megatron_paci.simulate.timing import Costs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,6 +145,38 @@ def test_interleaved_is_busy_as_the_formula_says(two, four):
     ):
         assert result["schedule_utilization"] == [m * v / (m * v + stages - 1)] * stages
         assert result["utilization"] == [m * v / (m * v + stages - 1)] * stages
+
+
+def simulation(planned: VirtualRun) -> tuple[list[float], Fraction]:
+    """Return what the simulator makes of a run: utilization per stage, time of an iteration."""
+    n, zero = planned.stages, [0] * planned.stages
+    forward, backward, step = (
+        per_stage(text, n)
+        for text in (planned.forward_time, planned.backward_time, planned.step_time)
+    )
+    figures = simulated(
+        lambda count: plan(
+            planned.schedule, n, planned.microbatches, iterations=count,
+            accumulation=planned.accum, chunks=planned.chunks,
+        ),
+        Costs(forward, backward, zero, step, Fraction(planned.latency)),
+        Memory.in_microbatches(n),
+    )
+    return [float(share) for share in figures.utilization], figures.iteration_time
+
+
+def test_the_real_schedules_take_the_time_that_the_simulator_says(pipeline, tmp_path):
+    """Whatever is trained here without a fault on purpose: 1F1B, interleaved and PACI."""
+    stages, results = pipeline
+    planned = {
+        name: run for name, run in runs(stages, tmp_path).items()
+        if name not in ("stall", "in-loop", "in-schedule")
+    }
+    assert len(planned) == {2: 16, 4: 8}[stages]
+    for name, run in planned.items():
+        utilization, time = simulation(run)
+        assert results[name]["utilization"] == utilization, name
+        assert results[name]["elapsed"] == [float(run.iterations * time)] * stages, name
 
 
 def test_other_costs_by_hand(two):
