@@ -7,7 +7,7 @@ EXAMPLES ?= 200
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test property canary corpus lock clean distclean
+.PHONY: help setup demo test property canary patch corpus lock clean distclean
 
 # Any Python from 3.6 on can run the scripts in tools/; the first that really starts does.
 define run-tool
@@ -37,6 +37,9 @@ property: setup  ## try EXAMPLES=200 random combinations of flags, print what th
 
 canary: setup  ## run the tests on another Megatron-Core: VERSION=0.18.2 or MEGATRON_LM=<checkout>
 	@.venv/bin/python tools/canary.py --version "$(VERSION)" --megatron-lm "$(MEGATRON_LM)" -- $(ARGS)
+
+patch:  ## put the hooks into the source of MEGATRON_LM=<checkout>; ARGS=--revert takes them out
+	@$(call run-tool,patches/apply.py "$(MEGATRON_LM)" $(ARGS))
 
 corpus: setup  ## build a training corpus from Python's standard library in out/corpus
 	@.venv/bin/python examples/prepare_corpus.py $(ARGS)

@@ -17,12 +17,14 @@ __all__ = ["__version__", "install", "uninstall"]
 def install() -> None:
     """Hook the PACI schedule and its flags into Megatron; without effect if it is installed.
 
-    Has to come before Megatron parses its arguments. A run without ``--pipeline-schedule paci``
-    stays bitwise what it was.
+    Also without effect if the hooks stand in Megatron's source (``patches/``). Has to come before
+    Megatron parses its arguments. A run without ``--pipeline-schedule paci`` stays bitwise what it
+    was.
 
     Raises:
         megatron_paci.patching.PatchError: This version of Megatron lacks a function to hook, or
-            its signature has changed. Nothing is changed then.
+            its signature has changed, or its source has only some of the hooks. Nothing is
+            changed then.
     """
     from megatron_paci import hooks
 
@@ -30,7 +32,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give every hooked function of Megatron back, by identity."""
+    """Give every hooked function of Megatron back, by identity.
+
+    Hooks that stand in Megatron's source stay, and a warning says so.
+    """
     from megatron_paci import hooks
 
     hooks.uninstall()

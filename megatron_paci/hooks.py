@@ -7,6 +7,7 @@ calls the original.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
@@ -24,10 +25,14 @@ from megatron_paci.forward_backward import forward_backward_pipelining_paci
 from megatron_paci.loop import LOOP_PATCHES, drain, exit_wishes
 from megatron_paci.patching import Patch, PatchSet
 from megatron_paci.record import Recorder
+from megatron_paci.source_hooks import in_source
 from megatron_paci.train_step import paci_train_step
 from megatron_paci.watchdog import LAST_WORDS, Watchdog
 
+logger = logging.getLogger(__name__)
+
 _recorder: Recorder | None = None
+_hooked_in_source = False
 
 
 def _get_forward_backward_func(original, *args, **kwargs):
@@ -219,9 +224,13 @@ PATCHES = PatchSet(
 
 def install() -> None:
     """Install all hooks; see ``megatron_paci.install``."""
-    if not PATCHES.installed:
+    global _hooked_in_source
+    if PATCHES.installed or _hooked_in_source:
+        return
+    _hooked_in_source = in_source(PATCHES)
+    if not _hooked_in_source:
         PATCHES.install()
-        compatibility.warn_untried_version(megatron_version())
+    compatibility.warn_untried_version(megatron_version())
 
 
 def megatron_version() -> str:
@@ -236,4 +245,7 @@ def uninstall() -> None:
     """Take all hooks out; see ``megatron_paci.uninstall``."""
     if installed_stage() is not None:
         raise RuntimeError("cannot uninstall while training runs under PACI")
+    if _hooked_in_source:
+        logger.warning("the hooks stand in the source of this Megatron and stay; to take them out: "
+                       "python patches/apply.py <checkout> --revert")
     PATCHES.uninstall()

@@ -134,7 +134,7 @@ LOOP_PATCHES = (
         "megatron.core.timers:Timer.stop",
         _start_or_stop_alone,
         ("self", "barrier"),
-        "likewise",
+        "as for Timer.start",
     ),
     Patch(
         "megatron.core.timers:Timers._get_elapsed_time_all_ranks",
@@ -152,7 +152,7 @@ LOOP_PATCHES = (
         "megatron.training.training:checkpoint_and_decide_exit",
         _checkpoint_and_decide_exit,
         ("model", "optimizer", "opt_param_scheduler", "iteration"),
-        "--exit-duration-in-mins likewise; drains before the end",
+        "an end by --exit-duration-in-mins is decided along the pipeline; drains before the end",
     ),
     Patch(
         "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
