@@ -57,6 +57,16 @@ class PaciArguments:
     iteration, peak bytes of parameters and activations, and under paci drift and queue depth. Works
     under every schedule, to compare them."""
 
+    paci_telemetry: Literal["auto", "on", "off"] = "auto"
+    """Figures of every stage (drift, queue depth, idle time, clipping, skipped updates) in
+    Megatron's log, TensorBoard and Weights & Biases: auto where --tensorboard-dir or
+    --wandb-project is given."""
+
+    paci_trace: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
+    """Folder that receives one file of JSON lines per rank: when every pass, update, wait and
+    message was. python -m megatron_paci trace DIR makes a time line, a summary and a file for
+    Perfetto of them. Works under every schedule."""
+
     paci_stall_seconds: int = field(
         default=0, metadata={"argparse_meta": {"type": _whole_number, "metavar": "S"}}
     )

@@ -24,6 +24,7 @@ from megatron_paci.report import EXIT_ON_DURATION, EXIT_ON_SIGNAL, Ledger
 from megatron_paci.router_metrics import RouterMetrics
 from megatron_paci.schedule import StageSchedule
 from megatron_paci.stage_local import StageLocalStatistics, stage_local_collection
+from megatron_paci.telemetry import Telemetry
 from megatron_paci.tied import TiedEmbedding, has_unused_output_weight, tied_parameter
 from megatron_paci.window import MegatronWindow
 
@@ -44,6 +45,7 @@ class MegatronStage:
         nonfinite: str = "skip",
         pg_collection: ProcessGroupCollection | None = None,
         timeout: timedelta | None = None,
+        telemetry: bool = False,
         exit_wishes: Callable[[], int] | None = None,
     ):
         """Create the communicators and the engine; all ranks of the job have to do so.
@@ -58,6 +60,7 @@ class MegatronStage:
             nonfinite: ``skip`` or ``abort``, what to do with a gradient that is not finite.
             pg_collection: Process groups of this rank; None for Megatron's global ones.
             timeout: Time after which a message that does not come is an error.
+            telemetry: Whether stages pass figures for the log down the pipeline (telemetry.py).
             exit_wishes: Returns bits ``report.EXIT_ON_*`` when this rank wants training to end;
                 None where nobody will, which spares replicas to agree.
 
@@ -91,9 +94,9 @@ class MegatronStage:
             tied=tied is not None,
             shapes=self.config.variable_seq_lengths,
             metrics=has_routers,
+            telemetry=telemetry,
             timeout=timeout,
         )
-        self._metrics = RouterMetrics(self._groups, self.config) if has_routers else None
         self._statistics = StageLocalStatistics(
             optimizer, lambda group: create_group_within_stage(group, pipeline, timeout=timeout)
         )
@@ -142,6 +145,11 @@ class MegatronStage:
         self.engine = Engine(
             schedule, compute=self.compute, channel=channel, window=self.window
         )
+        self.telemetry = (
+            Telemetry(self._groups, self.config, self.engine, self.window) if telemetry else None
+        )
+        routers = RouterMetrics(self._groups, self.config) if has_routers else None
+        self._passed_down = [each for each in (routers, self.telemetry) if each is not None]
 
     def _join_over_replicas(self, requests: int) -> int:
         """Return the bits that any replica of this stage has set."""
@@ -189,8 +197,8 @@ class MegatronStage:
         self._iterations += 1
         with self.doing("training"):
             self.engine.run(num_microbatches)
-            if self._metrics is not None:
-                self._metrics.end_run()
+            for each in self._passed_down:
+                each.end_run()
         return self.compute.forward_data
 
     def set_accumulation(self, accumulation: int) -> None:
@@ -202,8 +210,8 @@ class MegatronStage:
         if self.engine.streaming:
             with self.doing("draining the pipeline"):
                 self.engine.drain()
-                if self._metrics is not None:
-                    self._metrics.end_drain()
+                for each in self._passed_down:
+                    each.end_drain()
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:

@@ -119,6 +119,7 @@ class Engine:
         version: Optimizer steps this stage has taken since it was built.
         num_forwards: Microbatches forwarded since it was built.
         num_backwards: Likewise for backward passes; equal to ``num_forwards`` after a drain.
+        num_streams: Streams that have ended, one per drain.
         drift_counts: How many microbatches had which drift (version at backward - at forward).
         in_flight_max: Most microbatches that were in flight at once.
     """
@@ -144,6 +145,7 @@ class Engine:
         self.version = 0
         self.num_forwards = 0
         self.num_backwards = 0
+        self.num_streams = 0
         self.drift_counts: Counter[int] = Counter()
         self.in_flight_max = 0
         self.in_flight: deque[InFlight] = deque()
@@ -198,6 +200,7 @@ class Engine:
         if self._stream_forwards:
             self.window.settle()
             self.channel.finish()
+            self.num_streams += 1
             self._begin_stream(self.schedule)
 
     def execute(self, action: Action) -> None:

@@ -38,6 +38,9 @@ class StageGroups:
     metrics_from_previous: torch.distributed.ProcessGroup | None = None
     metrics_to_next: torch.distributed.ProcessGroup | None = None
 
+    telemetry_from_previous: torch.distributed.ProcessGroup | None = None
+    telemetry_to_next: torch.distributed.ProcessGroup | None = None
+
 
 def create_stage_groups(
     pp_group: torch.distributed.ProcessGroup,
@@ -45,6 +48,7 @@ def create_stage_groups(
     tied: bool = False,
     shapes: bool = False,
     metrics: bool = False,
+    telemetry: bool = False,
     timeout: timedelta | None = None,
 ) -> StageGroups:
     """Create the groups of this rank; every rank of the job has to call it.
@@ -59,6 +63,7 @@ def create_stage_groups(
         tied: Whether this rank holds a weight that the first and the last stage share.
         shapes: Whether the shapes of messages vary and are sent, too; the same on all ranks.
         metrics: Whether router metrics go down the pipeline; the same on all ranks.
+        telemetry: Whether figures for the log do; likewise.
         timeout: Time after which a message that does not come is an error; None for the default.
     """
     # PyTorch derives a group's name from how many were created before, so all ranks create all
@@ -77,7 +82,8 @@ def create_stage_groups(
                 groups |= {"forward_to_next": forward, "backward_from_next": backward}
             elif rank == lower:
                 groups |= {"forward_from_previous": forward, "backward_to_previous": backward}
-            for wanted, name in ((shapes, "shapes"), (metrics, "metrics")):
+            wishes = {"shapes": shapes, "metrics": metrics, "telemetry": telemetry}
+            for name, wanted in wishes.items():
                 if wanted:
                     link = _new_link(upper, lower, f"PACI_{name.upper()}", timeout)
                     if rank == upper:

@@ -23,6 +23,7 @@ from megatron_paci.build import MegatronStage, install_stage, installed_stage
 from megatron_paci.data_helpers import ensure_helpers
 from megatron_paci.forward_backward import forward_backward_pipelining_paci
 from megatron_paci.loop import LOOP_PATCHES, drain, exit_wishes
+from megatron_paci.observe import Observer, observer, wants_telemetry
 from megatron_paci.patching import Patch, PatchSet
 from megatron_paci.record import Recorder
 from megatron_paci.source_hooks import in_source
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _recorder: Recorder | None = None
 _hooked_in_source = False
+_observer: Observer | None = None
 
 
 def _get_forward_backward_func(original, *args, **kwargs):
@@ -73,7 +75,7 @@ def _validate_args(original, args, defaults=None, **kwargs):
 
 
 def _train(original, *args, **kwargs):
-    global _recorder
+    global _recorder, _observer
     arguments = get_args()
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     model, optimizer = call["model"], call["optimizer"]
@@ -94,6 +96,7 @@ def _train(original, *args, **kwargs):
             if arguments.exit_signal_handler or arguments.exit_duration_in_mins
             else None,
             timeout=timedelta(minutes=arguments.distributed_timeout_minutes),
+            telemetry=wants_telemetry(arguments),
         )
         install_stage(stage)
         watchdog = Watchdog(
@@ -103,6 +106,7 @@ def _train(original, *args, **kwargs):
             or 60 * LAST_WORDS * arguments.distributed_timeout_minutes,
         )
         watchdog.start()
+    _observer = observer(model[0], optimizer, stage)
     try:
         with nullcontext() if stage is None else stage.doing("between iterations"):
             result = original(*args, **kwargs)
@@ -117,6 +121,9 @@ def _train(original, *args, **kwargs):
         drain()
         raise
     finally:
+        if _observer is not None:
+            _observer.close()
+            _observer = None
         if _recorder is not None:
             _recorder.write(stage and stage.engine.statistics())
         if stage is not None:
@@ -127,18 +134,20 @@ def _train(original, *args, **kwargs):
 
 def _train_step(original, *args, **kwargs):
     step = original if installed_stage() is None else paci_train_step
-    if _recorder is None:
-        return step(*args, **kwargs)
-    with _recorder.counting():
+    with nullcontext() if _recorder is None else _recorder.counting():
         result = step(*args, **kwargs)
-    _recorder.iteration(result)
+    if _recorder is not None:
+        _recorder.iteration(result)
+    if _observer is not None:
+        iteration = get_args().curr_iteration + 1
+        result = (_observer.iteration(result[0], iteration), *result[1:])
     return result
 
 
 def _evaluate(original, *args, **kwargs):
     stage = installed_stage()
     drain()
-    with nullcontext() if stage is None else stage.doing("evaluating"):
+    with nullcontext() if stage is None else stage.doing("evaluating"), _span("evaluate"):
         result = original(*args, **kwargs)
     if _recorder is not None:
         _recorder.evaluation(result)
@@ -148,12 +157,17 @@ def _evaluate(original, *args, **kwargs):
 def _save_checkpoint_and_time(original, *args, **kwargs):
     stage = installed_stage()
     if stage is None:
-        return original(*args, **kwargs)
-    with stage.checkpoint():
+        with _span("checkpoint"):
+            return original(*args, **kwargs)
+    with stage.checkpoint(), _span("checkpoint"):
         # Nobody has asked since the stream began: let an asynchronous checkpoint that is written by
         # now count as complete before the next one begins.
         training.maybe_finalize_async_save()
         return original(*args, **kwargs)
+
+
+def _span(kind):
+    return nullcontext() if _observer is None else _observer.span(kind)
 
 
 TRAINING = "megatron.training.training"

@@ -38,6 +38,7 @@ class MegatronWindow:
         ledger: What this stage knows of the gradients of all stages.
         skipped: Windows whose step was not taken because a gradient was not finite.
         partial: Windows that this stage has stepped and an earlier stage has skipped.
+        clip_coefficient: What the gradients of the last window were multiplied with by clipping.
         samples_per_microbatch: Samples that one microbatch takes from the data set, over all
             replicas; the unit of Megatron's learning-rate schedule.
     """
@@ -98,6 +99,7 @@ class MegatronWindow:
         self.samples_per_microbatch = 1
         self.skipped = 0
         self.partial = 0
+        self.clip_coefficient = 1.0
         self._steps_ahead = 0
 
     def begin_stream(self, schedule: StageSchedule) -> None:
@@ -256,6 +258,7 @@ class MegatronWindow:
         max_norm = self._optimizer.config.clip_grad
         if max_norm <= 0.0:
             return
+        self.clip_coefficient = min(1.0, max_norm / (self.ledger.grad_norm + 1e-6))
         for part in self._parts:
             if not part.is_stub_optimizer and (parameters := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(
