@@ -7,8 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_paci.schedule import StageSchedule
-from megatron_paci.simulate import simulate
+from megatron_paci.simulate.orders import Work
+from megatron_paci.simulate.schedules import plan
+from megatron_paci.simulate.timing import Costs, timeline
 from megatron_paci.timeline import Span
 from megatron_paci.trace import chrome_trace, on_one_clock, shares
 from megatron_paci.trace_file import RankTrace, TraceError, TraceWriter, read_trace, read_traces
@@ -21,22 +22,21 @@ def header(stage=0, num_stages=2, started=1000.0):
     }
 
 
-def simulated(num_stages, microbatches, accumulation=2, streams=1):
+def simulated(num_stages, microbatches, accumulation=2):
     """Return the traces of a pipeline with a forward of 1 s, a backward of 2 s, and all waits."""
-    orders = [
-        [list(StageSchedule(stage, num_stages, accumulation).finite(microbatches))] * streams
-        for stage in range(num_stages)
-    ]
+    found = plan("paci", num_stages, microbatches, accumulation=accumulation)
     spans = [[] for _ in range(num_stages)]
     free = [0.0] * num_stages
-    for item in simulate(orders):
-        kind, microbatch = item.action.kind.value, item.action.microbatch
-        facts = {"stream": item.stream, "microbatch": microbatch, "version": 0}
-        if item.start > free[item.stage]:
-            message = {"message": f"{kind}{microbatch}"}
-            spans[item.stage].append(Span("wait", free[item.stage], item.start, message))
-        spans[item.stage].append(Span(kind, item.start, item.end, facts))
-        free[item.stage] = item.end
+    for event in timeline(found.orders, found.path, Costs.equal(num_stages)):
+        if event.task.work is Work.STEP:
+            continue
+        kind, microbatch = event.task.work.value, event.task.index
+        start, own = float(event.start), spans[event.stage]
+        if start > free[event.stage]:
+            own.append(Span("wait", free[event.stage], start, {"message": f"{kind}{microbatch}"}))
+        facts = {"stream": 0, "microbatch": microbatch, "version": 0}
+        own.append(Span(kind, start, float(event.end), facts))
+        free[event.stage] = float(event.end)
     return [
         RankTrace(header(stage, num_stages), each, truncated=False)
         for stage, each in enumerate(spans)
@@ -164,8 +164,8 @@ def test_the_format_of_chrome():
         assert {start["pid"], end["pid"]} == {0, 1} and start["ts"] < end["ts"]
         for each in (start, end):
             assert any(
-                event["pid"] == each["pid"] and event["ts"] <= each["ts"] < event["ts"] + event["dur"]
-                for event in slices
+                event["ts"] <= each["ts"] < event["ts"] + event["dur"]
+                for event in slices if event["pid"] == each["pid"]
             )
     in_flight = [event["args"]["in flight"] for event in by_phase["C"]
                  if event["name"] == "in flight" and event["pid"] == 0]
