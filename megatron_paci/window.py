@@ -221,8 +221,9 @@ class MegatronWindow:
         for partial in self.ledger.settle([stage["reports"] for stage in stages]):
             self._note_partial(partial)
         # A checkpoint stores one count of steps for all stages, which is that of stage 0.
-        take_back_steps(self._optimizer, self._steps_ahead)
-        self._steps_ahead = 0
+        if self._steps_ahead:
+            take_back_steps(self._optimizer, self._steps_ahead)
+            self._steps_ahead = 0
         for stage in stages:
             self._exit_request.hear_wishes(stage["requests"])
         self._exit_request.decide()
