@@ -13,6 +13,10 @@ itself. It goes where the script would go behind torchrun::
 ``simulate`` times schedules without running anything (megatron_paci/simulate)::
 
     python -m megatron_paci simulate --stages 4 --microbatches 8 --picture FILE.png
+
+``trace`` shows when every rank of a run did what (``--paci-trace DIR``)::
+
+    python -m megatron_paci trace DIR
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 
 from megatron_paci.bench.command import add_bench_command
 from megatron_paci.simulate.command import add_simulate_command
+from megatron_paci.trace_command import add_trace_command
 from megatron_paci.version import __version__
 
 USAGE_ERROR = 2
@@ -53,9 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     add_bench_command(commands)
     add_simulate_command(commands)
+    add_trace_command(commands)
     argv = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(argv)
-    if options.command in ("bench", "simulate"):
+    if options.command != "run":
         return options.run(options, argv)
     return run_script(options.script, options.arguments, device=options.device)
 

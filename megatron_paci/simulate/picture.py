@@ -1,8 +1,12 @@
-"""Pictures of time lines, as PNG or SVG. matplotlib is imported only when one is drawn."""
+"""Pictures of time lines, simulated or traced, as PNG or SVG.
+
+matplotlib is imported only when one is drawn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +34,46 @@ MEANINGS = {
 WIDTH = 1280  # pixels
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One time line of a picture."""
+
+    title: str
+    events: Sequence[Event]
+    num_stages: int
+    num_microbatches: int
+    """Per iteration; microbatches are numbered within theirs."""
+
+
 def draw_timelines(
     plans: Sequence[Plan], costs: Costs, paths: Sequence[Path | str], *, unit: str = "forwards"
 ) -> None:
-    """Draw a time line of each plan, one below the other, over the same time.
+    """Draw a time line of each plan; see ``draw_panels``."""
+    draw_panels(
+        [
+            Panel(
+                plan.label + (", drained at the end" if plan.drift else ""),
+                timeline(plan.orders, plan.path, costs, joint_steps=plan.joint_steps),
+                plan.num_stages,
+                plan.num_microbatches,
+            )
+            for plan in plans
+        ],
+        paths,
+        unit=unit,
+    )
+
+
+def draw_panels(
+    panels: Sequence[Panel], paths: Sequence[Path | str], *, unit: str = "forwards"
+) -> None:
+    """Draw time lines one below the other, over the same time.
 
     The width is 1280 pixels; a second chunk is paler than the first. Numbers are those of
     microbatches within their iteration.
 
     Args:
-        plans: At least one, all with the same stages.
+        panels: At least one, all with the same stages.
         paths: Files to write, ``.png`` or ``.svg``.
         unit: What times are counted in, for the axis.
 
@@ -51,42 +85,38 @@ def draw_timelines(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    n = plans[0].num_stages
-    events = [
-        timeline(plan.orders, plan.path, costs, joint_steps=plan.joint_steps) for plan in plans
-    ]
-    end = float(max(event.end for line in events for event in line))
+    n = panels[0].num_stages
+    end = float(max(event.end for panel in panels for event in panel.events))
     row = 0.24 if n <= 8 else 0.16
-    panel = n * row + 0.46
-    height = len(plans) * panel + 1.0
+    pitch = n * row + 0.46
+    height = len(panels) * pitch + 1.0
     # Without dates and random names, the same picture is the same file.
     with rc_context({"hatch.linewidth": 0.5, "svg.hashsalt": "megatron_paci"}):
         figure = Figure(figsize=(WIDTH / 100, height), dpi=100, facecolor="white")
         FigureCanvasAgg(figure)
         left, right = 0.075, 0.985
         scale = (right - left) * WIDTH / 1.02 / (end or 1)  # pixels per unit of time
-        for number, (plan, line) in enumerate(zip(plans, events)):
-            top = 1 - (0.36 + number * panel) / height
+        for number, panel in enumerate(panels):
+            top = 1 - (0.36 + number * pitch) / height
             axes = figure.add_axes((left, top - n * row / height, right - left, n * row / height))
-            _draw_panel(axes, plan, line, scale)
+            _draw_panel(axes, panel, scale)
             axes.set_xlim(0, end * 1.02 or 1)
-            title = plan.label + (", drained at the end" if plan.drift else "")
-            axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK)
-            last = number == len(plans) - 1
+            axes.set_title(panel.title, loc="left", fontsize=11.5, fontweight="bold", color=INK)
+            last = number == len(panels) - 1
             axes.tick_params(axis="x", labelbottom=last, colors=INK, labelsize=10, length=0)
             if last:
                 axes.set_xlabel(f"time ({unit})", fontsize=11, color=INK)
-        _legend(figure, [event for line in events for event in line])
+        _legend(figure, [event for panel in panels for event in panel.events])
         for path in map(Path, paths):
             drawn = {"metadata": {"Date": None}} if path.suffix.lower() == ".svg" else {}
             figure.savefig(path, **drawn)
 
 
-def _draw_panel(axes: Any, plan: Plan, events: Sequence[Event], scale: float) -> None:
-    """Draw the time line of one plan, a row per stage."""
-    n, m = plan.num_stages, plan.num_microbatches
+def _draw_panel(axes: Any, panel: Panel, scale: float) -> None:
+    """Draw one time line, a row per stage."""
+    n, m = panel.num_stages, panel.num_microbatches
     groups: dict[tuple[Work, int, int], list[tuple[float, float]]] = {}
-    for event in events:
+    for event in panel.events:
         start, width = float(event.start), float(event.end - event.start)
         task = event.task
         if task.work is Work.STEP and not width:
