@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,8 @@ from megatron_paci.stage_local import StageLocalStatistics, stage_local_collecti
 from megatron_paci.telemetry import Telemetry
 from megatron_paci.tied import TiedEmbedding, has_unused_output_weight, tied_parameter
 from megatron_paci.window import MegatronWindow
+
+logger = logging.getLogger(__name__)
 
 NOTE = "megatron_paci"
 
@@ -236,7 +239,11 @@ class MegatronStage:
             yield
         except BaseException as error:
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
-                error.add_note(f"{NOTE}: {self.describe()}")
+                description = self.describe()
+                error.add_note(f"{NOTE}: {description}")
+                if isinstance(error, (Exception, KeyboardInterrupt)):  # no ordered end
+                    # At once: a launcher may end this process before the traceback is printed.
+                    logger.error("%s: %s; %s", type(error).__name__, error, description)
             raise
         finally:
             self._doing = before

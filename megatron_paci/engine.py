@@ -260,6 +260,11 @@ class Engine:
         """Whether forwards have run since the last drain: the same on all stages after a run."""
         return self._stream_forwards > 0
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether an action was begun and did not complete: the stream cannot go on, nor drain."""
+        return self._current is not None
+
     def describe(self) -> str:
         """Return one paragraph that says where in the schedule this stage is.
 

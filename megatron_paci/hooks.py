@@ -117,8 +117,10 @@ def _train(original, *args, **kwargs):
         return result
     except SystemExit:
         # Megatron leaves training by this for --exit-interval and the like, on all ranks at the
-        # same iteration: let the microbatches in flight come home before the links close.
-        drain()
+        # same iteration: let the microbatches in flight come home before the links close. One that
+        # comes out of an action is this rank's alone, and nobody else would drain.
+        if stage is not None and not stage.engine.interrupted:
+            stage.drain()
         raise
     finally:
         if _observer is not None:

@@ -20,6 +20,10 @@ from typing import Any
 LAST_WORDS = 0.9
 """The part of the distributed time-out after which a rank that stands still speaks up at last."""
 
+LONGEST_NAP = 1.0
+"""Seconds between two looks at the progress; what is left of the time-out at last is not much more.
+"""
+
 SECONDS_TO_END = 10.0
 """How long an ordered end may take before the state is printed: launchers kill after about 30."""
 
@@ -85,7 +89,7 @@ class Watchdog:
         limit = self._stall_seconds
         seen, since, printed = self._progress(), time.monotonic(), False
         while True:
-            if select.select([self._read_end], [], [], limit / 4)[0]:
+            if select.select([self._read_end], [], [], min(limit / 4, LONGEST_NAP))[0]:
                 received = os.read(self._read_end, 4096)
                 if 0 in received:
                     return
@@ -93,6 +97,7 @@ class Watchdog:
                     if self._ends_on_signal:
                         self._print("SIGTERM")
                         os._exit(128 + signal.SIGTERM)
+                if signal.SIGTERM in received or signal.SIGINT in received:
                     limit = min(limit, SECONDS_TO_END)
             if (now := self._progress()) != seen:
                 seen, since, printed = now, time.monotonic(), False

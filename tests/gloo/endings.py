@@ -7,7 +7,7 @@ with the exit status that torchrun would see. Megatron is imported once and the 
 
 A run has a ``script`` and ``arguments``, maybe an ``environment`` and ``terminate_after``: the
 iteration after whose log line this rank's process gets SIGTERM. Its result is the exit ``status``
-and the ``output``.
+and the ``output``. With a WORLD_SIZE in its environment the first so many ranks do it alone.
 """
 
 from __future__ import annotations
@@ -63,16 +63,22 @@ def main() -> int | None:
     import megatron.training  # noqa: F401  (before the first fork)
 
     for number, run in enumerate(json.loads((folder / "runs.json").read_text())):
-        logs = [folder / f"{number}.rank{each}.out" for each in ranks]
-        process = os.fork()
-        if process == 0:
-            return run_command(run, logs[rank])
-        status = wait(process, run.get("terminate_after"), logs[-1])
-        result = {
-            "status": os.waitstatus_to_exitcode(status),
-            "output": logs[rank].read_text(errors="replace"),
-        }
-        (folder / f"{number}.rank{rank}.json").write_text(json.dumps(result))
+        results = [folder / f"{number}.rank{each}.json" for each in ranks]
+        size = int(run.get("environment", {}).get("WORLD_SIZE", len(ranks)))
+        result = None
+        if rank < size:
+            logs = [folder / f"{number}.rank{each}.out" for each in ranks[:size]]
+            process = os.fork()
+            if process == 0:
+                return run_command(run, logs[rank])
+            status = wait(process, run.get("terminate_after"), logs[-1])
+            result = {
+                "status": os.waitstatus_to_exitcode(status),
+                "output": logs[rank].read_text(errors="replace"),
+            }
+        results[rank].write_text(json.dumps(result))
+        while not all(file.exists() for file in results):  # nobody waits in the next run
+            time.sleep(0.02)
     return None
 
 

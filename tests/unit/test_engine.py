@@ -208,11 +208,13 @@ def test_a_run_that_would_end_inside_a_window_is_refused_before_anything_moves()
 def test_after_an_error_the_engine_says_where_in_the_schedule_it_happened():
     engine, mock, _ = build(stage=0, num_stages=2, accumulation=2)
     mock.in_step = RuntimeError("out of memory")
+    assert not engine.interrupted
     with pytest.raises(RuntimeError):
         engine.run(4)
     place = engine.describe()
     assert "stage 0 of 2" in place and "in action STEP" in place
     assert "in flight [2@v0]" in place and "last actions F0 F1 B0 F2 B1" in place
+    assert engine.interrupted
 
 
 def test_a_closed_engine_holds_nothing_and_does_not_run():

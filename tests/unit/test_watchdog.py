@@ -59,6 +59,23 @@ def test_standing_still_is_told_once_with_the_state_and_the_stack():
     assert "in wait_for_the_neighbour" in output
 
 
+def test_it_looks_often_enough_to_speak_before_the_time_out():
+    """A time-out of a minute leaves 6 seconds after the limit."""
+    _, output = run(
+        """
+        import select
+        original, naps = select.select, []
+        select.select = lambda *args: naps.append(args[3]) or original(*args)
+        watchdog.start()
+        time.sleep(0.2)
+        watchdog.stop()
+        print(f"{len(naps)} naps, the longest {max(naps)} s")
+        """,
+        stall=54,
+    )
+    assert output == "1 naps, the longest 1.0 s\n"
+
+
 def test_it_speaks_again_after_something_was_done():
     _, output = run(
         """
@@ -117,17 +134,18 @@ def test_a_handler_that_is_there_does_its_work():
     assert "handled" in output and "rank 7" not in output
 
 
-def test_a_handler_that_does_not_come_to_an_end_is_told_of():
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_handler_that_does_not_come_to_an_end_is_told_of(name):
     _, output = run(
-        """
+        f"""
         import megatron_paci.watchdog
         megatron_paci.watchdog.SECONDS_TO_END = 0.1
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.{name}, lambda *_: None)
         watchdog.start()
         print("ready", flush=True)
         time.sleep(2)
         """,
-        signals=(signal.SIGTERM,),
+        signals=(getattr(signal, name),),
     )
     assert "nothing has been done for" in output
 
