@@ -9,12 +9,16 @@ features.py; ``python docs/compatibility.py`` then writes the table anew.
 
 from __future__ import annotations
 
+import os
+
 from megatron_paci.refused_training import LOOP, OPTIMIZER
 from megatron_paci.rules import (
     WINDOW_RULES,
     Rule,
     has_virtual_stages,
     is_set,
+    is_whole,
+    microbatch_counts,
     more_than_one,
     refuse,
 )
@@ -41,6 +45,17 @@ def _has_auxiliary_losses(args) -> bool:
     kinds = getattr(args, "moe_router_load_balancing_type", None) or "none"
     balances = any(kind != "none" for kind in ([kinds] if isinstance(kinds, str) else kinds))
     return is_set("num_experts")(args) and (balances or is_set("moe_z_loss_coeff")(args))
+
+
+def _fills_one_queue(args) -> bool:
+    """Whether tied weights of more windows are under way than one hardware queue can order."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return False
+    shares = not getattr(args, "untie_embeddings_and_output_weights", False)
+    window = args.paci_accum or min(microbatch_counts(args), default=0)
+    if not (shares or getattr(args, "mtp_num_layers", None)) or not is_whole(window, at_least=1):
+        return False
+    return args.pipeline_model_parallel_size > 4 * window
 
 
 SCHEDULE = (
@@ -104,6 +119,16 @@ SCHEDULE = (
 )
 
 PARALLELISM = (
+    Rule(
+        "tied embeddings, short windows and CUDA_DEVICE_MAX_CONNECTIONS=1",
+        ("paci_accum",),
+        _fills_one_queue,
+        "with CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment and an embedding that the first and "
+        "the last stage share, more than four windows in a pipeline can wait for each other for "
+        "ever (docs/reliability.md)",
+        "take --paci-accum of at least a quarter of the stages, unset "
+        "CUDA_DEVICE_MAX_CONNECTIONS, or add --untie-embeddings-and-output-weights",
+    ),
     refuse(
         "Megatron FSDP, torch FSDP2",
         "use_megatron_fsdp use_torch_fsdp2",

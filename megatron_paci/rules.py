@@ -104,12 +104,13 @@ def microbatch_counts(args: argparse.Namespace) -> tuple[int, ...]:
     return tuple(size // samples for size in sizes)
 
 
-def _is_whole(value: int | str, *, at_least: int) -> bool:
+def is_whole(value: int | str, *, at_least: int) -> bool:
+    """Whether the value of a flag is a whole number that is large enough."""
     return isinstance(value, int) and value >= at_least
 
 
 def _bad_accumulation(args: argparse.Namespace) -> bool:
-    return args.paci_accum is not None and not _is_whole(args.paci_accum, at_least=1)
+    return args.paci_accum is not None and not is_whole(args.paci_accum, at_least=1)
 
 
 def _indivisible(args: argparse.Namespace) -> bool:
@@ -184,14 +185,14 @@ WINDOW_RULES = (
     Rule(
         "a watchdog without a time",
         ("paci_stall_seconds",),
-        lambda args: not _is_whole(args.paci_stall_seconds, at_least=0),
+        lambda args: not is_whole(args.paci_stall_seconds, at_least=0),
         "not a whole number of at least 0",
         "give seconds, e.g. --paci-stall-seconds 60",
     ),
     Rule(
         "a watchdog that comes too late",
         ("paci_stall_seconds",),
-        lambda args: _is_whole(args.paci_stall_seconds, at_least=0)
+        lambda args: is_whole(args.paci_stall_seconds, at_least=0)
         and args.paci_stall_seconds >= 60 * args.distributed_timeout_minutes,
         "--distributed-timeout-minutes ends the run before",
         "give fewer seconds, or drop {flags}: it then speaks up shortly before the time-out",

@@ -178,6 +178,20 @@ def test_what_paci_cannot_do_is_refused_with_reason_and_remedy(parse, flags, wor
         check(parse(BASE + flags))  # Megatron's own schedules keep it
 
 
+def test_one_hardware_queue_orders_four_windows_of_tied_weights(parse, monkeypatch):
+    tied = PACI.replace("--untie-embeddings-and-output-weights", "").replace("size 2", "size 8")
+    tied = tied.replace("--num-layers 4", "--num-layers 8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    words = ["--paci-accum 1: with CUDA_DEVICE_MAX_CONNECTIONS=1", "a quarter of the stages"]
+    assert_refused(parse(tied + "--paci-accum 1", 8), words)
+    for flags in ("--paci-accum 2", "", "--paci-accum 1 --untie-embeddings-and-output-weights"):
+        check(parse(tied + flags, 8))
+    assert_refused(parse(tied + "--untie-embeddings-and-output-weights --mtp-num-layers 1 "
+                         "--paci-accum 1", 8), words)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    check(parse(tied + "--paci-accum 1", 8))
+
+
 def test_context_parallelism_counts_among_the_ranks_of_a_replica(parse):
     flags = PACI + "--context-parallel-size 2 --paci-accum "
     check(parse(flags + "8", 4))  # one replica: 16 samples are 8 microbatches of 2
