@@ -7,7 +7,7 @@ EXAMPLES ?= 200
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test property canary patch corpus lock clean distclean
+.PHONY: help setup demo test property canary patch corpus docs lock clean distclean
 
 # Any Python from 3.6 on can run the scripts in tools/; the first that really starts does.
 define run-tool
@@ -43,6 +43,12 @@ patch:  ## put the hooks into the source of MEGATRON_LM=<checkout>; ARGS=--rever
 
 corpus: setup  ## build a training corpus from Python's standard library in out/corpus
 	@.venv/bin/python examples/prepare_corpus.py $(ARGS)
+
+docs: setup  ## build the API reference from the docstrings into out/api; installs Sphinx
+	@.venv/bin/python -c "import sphinx" 2>/dev/null || .venv/bin/python -m pip install \
+	    --quiet --no-input --disable-pip-version-check --no-build-isolation -e ".[docs]"
+	@.venv/bin/python -m sphinx -q -W --keep-going -b html -d out/api.cache docs/api out/api
+	@echo "out/api/index.html"
 
 lock:  ## resolve setup.py's requirements anew and write requirements.lock
 	@$(call run-tool,tools/lock.py)

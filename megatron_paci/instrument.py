@@ -1,8 +1,8 @@
 """Puts a timeline (timeline.py) to what a rank does, under every schedule.
 
-=============  ===================================================================================
+============== ===================================================================================
 span           what
-=============  ===================================================================================
+============== ===================================================================================
 ``F``, ``B``   forward and backward pass of a microbatch
 ``close``      completing the gradients of a window: reduced, their norm taken
 ``STEP``       a weight update: gradients clipped, optimizer stepped; under Megatron's own schedules
@@ -15,7 +15,7 @@ span           what
 ``evaluate``   an evaluation
 ``checkpoint`` writing one
 ``iteration``  a moment: the end of an iteration; ``number`` counts from 1
-=============  ===================================================================================
+============== ===================================================================================
 
 Nothing of this exists unless something asks for it (``--paci-trace``, telemetry): what is off costs
 nothing.
