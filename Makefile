@@ -5,6 +5,8 @@ ARGS ?=
 EXAMPLES ?= 200
 # One thread per process: with several ranks on a few cores, more threads only get in each other's way.
 export OMP_NUM_THREADS ?= 1
+# Two test files run at a time and share the cores: distributed tests get this many times their limit.
+export TEST_TIME_FACTOR ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test property canary patch corpus docs lock clean distclean
@@ -30,7 +32,7 @@ demo: setup  ## train a small model with PACI on this machine's CPUs
 	@.venv/bin/python examples/demo.py $(ARGS)
 
 test: setup  ## run the tests
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 property: setup  ## try EXAMPLES=200 random combinations of flags, print what they covered
 	@PROPERTY_EXAMPLES=$(EXAMPLES) .venv/bin/python -m pytest -s tests/gloo/test_property.py $(ARGS)
