@@ -361,7 +361,7 @@ def test_the_flags_and_their_help(parse):
     group = next(g for g in parse.parser._action_groups if g.title == "paci")
     assert [action.option_strings[0] for action in group._group_actions] == [
         "--pipeline-schedule", "--paci-accum", "--paci-clip", "--paci-nonfinite", "--paci-record",
-        "--paci-stall-seconds", "--paci-accept-unknown-flags",
+        "--paci-telemetry", "--paci-trace", "--paci-stall-seconds", "--paci-accept-unknown-flags",
     ]
     assert all(action.help for action in group._group_actions)
     text = parse.parser.format_help()  # raises in Megatron 0.19.2 without the plugin
