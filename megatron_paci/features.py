@@ -224,7 +224,7 @@ WORKS = (
         "save save_interval load ckpt_format",
         "drains before; exchanged with 1F1B in both directions",
         f"{RESUME}test_8_a_stopped_and_resumed_run_equals_one_that_was_not_stopped",
-        f"{REPORTS}test_8_save_load_go_on_equals_not_stopping",
+        "tests/gloo/test_interchange.py::test_a_checkpoint_is_the_one_that_1f1b_writes",
         f"{REPORTS}test_checkpoints_go_from_1f1b_to_paci_and_back",
     ),
     works(

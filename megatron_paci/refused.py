@@ -49,7 +49,8 @@ def _has_auxiliary_losses(args) -> bool:
 
 def _fills_one_queue(args) -> bool:
     """Whether tied weights of more windows are under way than one hardware queue can order."""
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+    nccl = getattr(args, "distributed_backend", "nccl") == "nccl"
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" or not nccl:
         return False
     shares = not getattr(args, "untie_embeddings_and_output_weights", False)
     window = args.paci_accum or min(microbatch_counts(args), default=0)

@@ -15,8 +15,7 @@ from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of
 
 MASKED = "--calculate-per-token-loss"
 ITERATIONS = 4
-FORMATS = {  # of checkpoints
-    "torch_dist": "--ckpt-format torch_dist",
+FORMATS = {  # of checkpoints; test_interchange.py has torch_dist
     "torch": "--ckpt-format torch",
     "torch-bf16": "--ckpt-format torch --bf16",
 }
@@ -87,16 +86,8 @@ def two(folder):
                               "--initial-loss-scale 4096 --hysteresis 1"),
         "poison": {"stage": 0, "microbatch": 3, "where": "backward"},
     }
-    # Saved at iteration 2 and gone on; and stopped there, resumed, and saved again.
-    base = f"{TIED} --attention-dropout 0.1 --hidden-dropout 0.1"
-    paci = "--pipeline-schedule paci --paci-accum 4 --save-interval 2"
-    whole, parts = folder / "whole", folder / "parts"
-    for name, extra in (
-        ("whole", f"--save {whole}"), ("first-part", f"--save {parts} --exit-interval 2"),
-        ("second-part", f"--save {parts} --load {parts}"),
-    ):
-        scenarios[name] = {"arguments": flags(2, f"{paci} {extra}", base)}
-    # The same with an update that the last stage alone has taken before.
+    # Saved at iteration 2 and gone on; and stopped there and resumed. Before that the last stage
+    # alone has taken an update.
     partial = {"poison": {"stage": 0, "microbatch": 2, "where": "backward"}}
     whole, parts = folder / "partial-whole", folder / "partial-parts"
     paci = "--pipeline-schedule paci --paci-accum 4 --save-interval 2"
@@ -206,16 +197,11 @@ def test_a_window_with_nan_is_left_out_where_it_can_be_known(two, four, num_stag
     assert {rank["statistics"]["updates"] for rank in ranks} == {8}
 
 
-def test_8_save_load_go_on_equals_not_stopping(two):
-    """Tied weights, dropout on; the resumed run saves once more."""
-    for whole, part in zip(two["whole"], two["second-part"], strict=True):
-        assert part["losses"] == whole["losses"][2:]
-        assert len(part["losses"]) == ITERATIONS - 2
-        assert (part["weights"], part["optimizer"]) == (whole["weights"], whole["optimizer"])
+def test_8_save_load_go_on_equals_not_stopping_after_a_partial_update_too(two):
+    """A checkpoint stores one count of Adam's steps; the stages agree on it when they drain.
 
-
-def test_8_after_a_partial_update_too(two):
-    """A checkpoint stores one count of Adam's steps; the stages agree on it when they drain."""
+    The other cases are in test_resume.py.
+    """
     assert [rank["partial"] for rank in two["partial-first"]] == [0, 1]
     for whole, part in zip(two["partial-whole"], two["partial-second"], strict=True):
         assert part["losses"] == whole["losses"][2:]

@@ -184,7 +184,9 @@ def test_one_hardware_queue_orders_four_windows_of_tied_weights(parse, monkeypat
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     words = ["--paci-accum 1: with CUDA_DEVICE_MAX_CONNECTIONS=1", "a quarter of the stages"]
     assert_refused(parse(tied + "--paci-accum 1", 8), words)
-    for flags in ("--paci-accum 2", "", "--paci-accum 1 --untie-embeddings-and-output-weights"):
+    on_cpu = "--paci-accum 1 --distributed-backend gloo"
+    untied = "--paci-accum 1 --untie-embeddings-and-output-weights"
+    for flags in (on_cpu, "--paci-accum 2", "", untied):
         check(parse(tied + flags, 8))
     assert_refused(parse(tied + "--untie-embeddings-and-output-weights --mtp-num-layers 1 "
                          "--paci-accum 1", 8), words)
