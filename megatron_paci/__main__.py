@@ -17,6 +17,11 @@ itself. It goes where the script would go behind torchrun::
 ``trace`` shows when every rank of a run did what (``--paci-trace DIR``)::
 
     python -m megatron_paci trace DIR
+
+``compare`` trains the same model under several schedules and writes one report
+(megatron_paci/compare)::
+
+    python -m megatron_paci compare --nproc 8 --accum 4,8 --output DIR pretrain_gpt.py <flags>
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import sys
 from pathlib import Path
 
 from megatron_paci.bench.command import add_bench_command
+from megatron_paci.compare.command import add_compare_command
 from megatron_paci.simulate.command import add_simulate_command
 from megatron_paci.trace_command import add_trace_command
 from megatron_paci.version import __version__
@@ -57,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("script", metavar="SCRIPT", help="launch script, e.g. pretrain_gpt.py")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     add_bench_command(commands)
+    add_compare_command(commands)
     add_simulate_command(commands)
     add_trace_command(commands)
     argv = sys.argv[1:] if argv is None else argv

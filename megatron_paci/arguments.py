@@ -53,9 +53,10 @@ class PaciArguments:
     paci_record: str | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "DIR"}}
     )
-    """Folder that receives one JSON file per rank at the end of training: loss and seconds of every
-    iteration, peak bytes of parameters and activations, and under paci drift and queue depth. Works
-    under every schedule, to compare them."""
+    """Folder that receives one JSON file per rank at the end of training: loss, samples and seconds
+    of every iteration, peak bytes of parameters and activations and of the GPU, and under paci
+    drift and queue depth. Works under every schedule; python -m megatron_paci compare makes its
+    report of such files."""
 
     paci_telemetry: Literal["auto", "on", "off"] = "auto"
     """Figures of every stage (drift, queue depth, idle time, clipping, skipped updates) in

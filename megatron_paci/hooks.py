@@ -81,7 +81,9 @@ def _train(original, *args, **kwargs):
     model, optimizer = call["model"], call["optimizer"]
     _recorder = None
     if getattr(arguments, "paci_record", None):
-        _recorder = Recorder(arguments.paci_record, model[0], optimizer)
+        _recorder = Recorder(
+            arguments.paci_record, model, optimizer, call.get("valid_data_iterator")
+        )
     stage = watchdog = None
     if selected_schedule(arguments) == "paci":
         compatibility.check_call(call)
@@ -152,7 +154,8 @@ def _evaluate(original, *args, **kwargs):
     with nullcontext() if stage is None else stage.doing("evaluating"), _span("evaluate"):
         result = original(*args, **kwargs)
     if _recorder is not None:
-        _recorder.evaluation(result)
+        call = inspect.signature(original).bind(*args, **kwargs).arguments
+        _recorder.evaluation(result, call.get("data_iterator"))
     return result
 
 

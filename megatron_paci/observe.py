@@ -10,8 +10,8 @@ import torch
 from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-from megatron_paci.arguments import selected_schedule
 from megatron_paci.instrument import Instrument, device_clock
+from megatron_paci.run_facts import place
 from megatron_paci.telemetry import NAMES
 from megatron_paci.timeline import Timeline
 from megatron_paci.trace_file import TraceWriter
@@ -52,7 +52,7 @@ class Observer:
         started = time.time()
         self._timeline = Timeline(device_clock(next(model.parameters())))
         if args.paci_trace:
-            self._writer = TraceWriter(args.paci_trace, _header(args, started))
+            self._writer = TraceWriter(args.paci_trace, place(args) | {"started": started})
         self._instrument = Instrument(self._timeline, optimizer, stage)
 
     def span(self, kind: str) -> AbstractContextManager:
@@ -96,22 +96,6 @@ class Observer:
             self._writer.write(spans)
         if self._stage is not None and self._stage.telemetry is not None:
             self._stage.telemetry.idle.add(spans)
-
-
-def _header(args: Any, started: float) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    ranks = torch.distributed.get_process_group_ranks(pipeline)
-    return {
-        "rank": torch.distributed.get_rank(),
-        "stage": pipeline.rank(),
-        "num_stages": pipeline.size(),
-        "replica": ranks[0],  # the pipelines of a job differ in it
-        "schedule": selected_schedule(args),
-        "accumulation": args.paci_accum,
-        "started": started,
-    }
 
 
 def _write_figures(stages: list[Any], iteration: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_paci.report_runs import LABELS
+from megatron_paci.simulate.schedules import LABELS
 
 # Okabe and Ito's palette, which stays apart for every kind of colour vision. A schedule keeps its
 # colour from picture to picture.
@@ -26,9 +26,9 @@ def plot_losses(
     loss.
 
     Args:
-        runs: By schedule, figures as ``report_runs.run_figures`` returns them: ``loss`` and
-            ``seconds`` per iteration, ``samples_per_iteration``, ``valid_loss`` (or None). NaN and
-            None in ``loss`` leave gaps.
+        runs: By name, figures as ``compare.records.run_figures`` returns them: ``loss``,
+            ``seconds`` and ``samples`` at the end of each iteration, ``valid_loss`` (or None); also
+            ``label``, else the name tells the schedule. NaN and None in ``loss`` leave gaps.
         path: The PNG file to write.
 
     Raises:
@@ -43,29 +43,28 @@ def plot_losses(
     figure = Figure(figsize=(12.8, 6.4), dpi=100, facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    figure.subplots_adjust(left=0.06, right=0.985, top=0.79, bottom=0.11, wspace=0.05)
+    figure.subplots_adjust(left=0.06, right=0.985, top=0.79, bottom=0.175, wspace=0.05)
     figure.text(0.06, 0.945, title, fontsize=17, fontweight="bold", color=INK, va="center")
     figure.text(0.06, 0.895, subtitle, fontsize=11.5, color="#555555", va="center")
 
     losses_at_end, ends, last_x = [], [], {left: 0, right: 0}
-    others = itertools.cycle(OTHER_COLOURS)
+    colours = run_colours(runs)
     for name, run in runs.items():
-        colour = COLOURS.get(name) or next(others)
+        colour = colours[name]
         losses = [math.nan if value is None else value for value in run["loss"]]
-        samples = [(i + 1) * run["samples_per_iteration"] for i in range(len(losses))]
         smooth = running_mean(losses, half_width=max(1, len(losses) // 40))
         valid = run.get("valid_loss")
         has_valid = valid is not None and math.isfinite(valid)
-        for axes, x in ((left, samples), (right, run["seconds"])):
+        for axes, x in ((left, run["samples"]), (right, run["seconds"])):
             last_x[axes] = max(last_x[axes], x[-1])
             axes.plot(x, losses, color=colour, alpha=0.25, linewidth=1)
             axes.plot(x, smooth, color=colour, linewidth=2.6, solid_capstyle="round",
-                      label=LABELS.get(name, name))
+                      label=run.get("label") or LABELS.get(name, name))
             if has_valid:
                 axes.plot(x[-1:], [valid], "o", color=colour, markersize=8, zorder=5,
                           markeredgecolor="white", markeredgewidth=1)
         if has_valid:
-            losses_at_end.append((samples[-1], valid, colour))
+            losses_at_end.append((run["samples"][-1], valid, colour))
         ends.append((run["seconds"][-1], valid if has_valid else smooth[-1], colour))
 
     for axes, label in ((left, "training samples"), (right, "training time (seconds)")):
@@ -83,8 +82,17 @@ def plot_losses(
     left.set_ylim(low - 0.07 * (high - low), high)  # room for the times
     _write_losses(left, losses_at_end)
     _write_times(right, ends)
-    _legend(right, drew_valid=bool(losses_at_end))
+    _legend(figure, right, drew_valid=bool(losses_at_end))
     figure.savefig(path, format="png")
+
+
+def run_colours(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return a colour for each run: that of its schedule, another one if that is taken."""
+    others, found = itertools.cycle(OTHER_COLOURS), {}
+    for name, run in runs.items():
+        colour = COLOURS.get(run.get("schedule", name))
+        found[name] = next(others) if colour is None or colour in found.values() else colour
+    return found
 
 
 def running_mean(values: Sequence[float], *, half_width: int) -> list[float]:
@@ -133,7 +141,7 @@ def _write_losses(axes: Any, points: Sequence[tuple[float, float, str]]) -> None
 def _write_times(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
     """Drop a line from points (seconds, loss, colour) and write the seconds at its foot."""
     (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
-    places = spread([seconds for seconds, _, _ in points], gap=(right - left) * 0.09)
+    places = spread([seconds for seconds, _, _ in points], gap=(right - left) * 0.105)
     beyond = max(0, max(places) - left - (right - left) * 0.955)
     for (seconds, loss, colour), place in zip(points, places):
         foot = low + 0.055 * (high - low)
@@ -143,7 +151,8 @@ def _write_times(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
                   color=colour, ha="center", va="top")
 
 
-def _legend(axes: Any, *, drew_valid: bool) -> None:
+def _legend(figure: Any, axes: Any, *, drew_valid: bool) -> None:
+    """Explain the lines below the axes, where no curve can lie over it."""
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
@@ -152,4 +161,5 @@ def _legend(axes: Any, *, drew_valid: bool) -> None:
     if drew_valid:
         handles.append(Line2D([], [], color="#888888", marker="o", markersize=8, linewidth=0))
         labels.append("validation loss at the end")
-    axes.legend(handles, labels, loc="upper right", fontsize=11.5, frameon=False, labelcolor=INK)
+    figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), fontsize=11,
+                  frameon=False, labelcolor=INK, columnspacing=1.4)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training import get_args
 
 from megatron_paci.optimizers import optimizer_parts
+from megatron_paci.run_facts import run_facts
 
 # Activations are counted in the first iterations only: a pipeline has filled by then, and later
 # iterations are timed without the cost of counting.
@@ -29,8 +32,8 @@ class ActivationMeter:
         peak: Most bytes kept at once.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self._parameters = {_storage_key(parameter) for parameter in model.parameters()}
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]):
+        self._parameters = {_storage_key(parameter) for parameter in parameters}
         self._kept: dict[int, int] = {}
         self._bytes = 0
         self.peak = 0
@@ -82,13 +85,31 @@ def _storage_key(tensor: torch.Tensor) -> int:
 class Recorder:
     """Collects one rank's record and writes it as ``DIR/rank<r>.json`` at the end of training."""
 
-    def __init__(self, directory: str, model: torch.nn.Module, optimizer: Any):
+    def __init__(
+        self,
+        directory: str,
+        model: Sequence[torch.nn.Module],
+        optimizer: Any,
+        validation: Any,
+    ):
+        """Begin a record.
+
+        Args:
+            directory: Folder of the file.
+            model: The model chunks of this rank.
+            optimizer: Megatron's optimizer of this rank.
+            validation: The iterator, or list of iterators, over the validation set; an evaluation
+                on another one is that of the test set.
+        """
         self._path = Path(directory) / f"rank{torch.distributed.get_rank()}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._model = model
+        self._parameters = [p for chunk in model for p in chunk.parameters()]
         self._optimizer = optimizer
-        self._meter = ActivationMeter(model)
+        self._validation = validation
+        self._run = run_facts(get_args()) | {"device": _device_name(self._parameters)}
+        self._meter = ActivationMeter(self._parameters)
         self._start = time.perf_counter()
+        self._samples: list[int] = []
         self._losses: list[dict[str, float]] = []
         self._grad_norms: list[float | None] = []
         self._ends: list[float] = []
@@ -109,11 +130,19 @@ class Recorder:
         self._losses.append({name: float(value) for name, value in losses.items()})
         self._grad_norms.append(None if grad_norm is None else float(grad_norm))
         self._ends.append(time.perf_counter() - self._start)
+        # Read after the step, whose number of microbatches it still is.
+        self._samples.append(get_current_global_batch_size())
 
-    def evaluation(self, result: tuple) -> None:
-        """Note the result of an evaluation."""
+    def evaluation(self, result: tuple, data: Any) -> None:
+        """Note the result of an evaluation on what the iterator ``data`` reads."""
         losses = {name: float(value) for name, value in (result[0] or {}).items()}
-        self._evaluations.append({"after_iterations": len(self._ends), "losses": losses})
+        sets = self._validation if isinstance(self._validation, list) else [self._validation]
+        validates = data is self._validation or any(data is each for each in sets)
+        self._evaluations.append({
+            "after_iterations": len(self._ends),
+            "data_set": "validation" if validates else "test",
+            "losses": losses,
+        })
         if self._finished:  # the final evaluation comes after training
             self.write(self._statistics)
 
@@ -125,15 +154,17 @@ class Recorder:
         """
         self._finished, self._statistics = True, statistics
         record = {
+            "run": self._run,
             "losses": self._losses,
             "grad_norms": self._grad_norms,
             "seconds_at_end": self._ends,
+            "samples": self._samples,
             "counted_iterations": min(COUNTED_ITERATIONS, len(self._ends)),
             "evaluations": self._evaluations,
             "bytes": {
-                "parameters": _bytes(self._model.parameters()),
+                "parameters": _bytes(self._parameters),
                 "gradients": _bytes(
-                    p.main_grad for p in self._model.parameters() if hasattr(p, "main_grad")
+                    p.main_grad for p in self._parameters if hasattr(p, "main_grad")
                 ),
                 "optimizer": _bytes(
                     value
@@ -142,6 +173,7 @@ class Recorder:
                     if torch.is_tensor(value)
                 ),
                 "activations_peak": self._meter.peak,
+                **_device_peak(self._parameters),
             },
             "paci": statistics,
         }
@@ -150,7 +182,23 @@ class Recorder:
         temporary.replace(self._path)
 
 
-def _bytes(tensors: Iterator[torch.Tensor]) -> int:
+def _device_name(parameters: Sequence[torch.nn.Parameter]) -> str:
+    if parameters and parameters[0].is_cuda:
+        return torch.cuda.get_device_name()
+    return "cpu"
+
+
+def _device_peak(parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
+    """Return the most memory of this process on its GPU since it began; nothing on a CPU."""
+    if not (parameters and parameters[0].is_cuda):
+        return {}
+    return {
+        "device_allocated_peak": torch.cuda.max_memory_allocated(),
+        "device_reserved_peak": torch.cuda.max_memory_reserved(),
+    }
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -6,6 +6,7 @@ Pure: no torch. A trace comes from ``--paci-trace DIR`` (trace_file.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,11 +92,13 @@ def _key(span: Span) -> tuple:
     return span.kind, facts.get("stream"), facts.get("chunk"), facts.get("microbatch")
 
 
-def shares(trace: RankTrace) -> dict[str, float]:
+def shares(
+    trace: RankTrace, *, since: float = -math.inf, until: float = math.inf
+) -> dict[str, float]:
     """Return the seconds of each cause (keys of ``CAUSES``), from the first span to the last.
 
-    A wait before the first backward of a stream is called filling, one after its last forward
-    draining.
+    Only time between ``since`` and ``until`` (seconds of the trace's clock) counts. A wait
+    before the first backward of a stream is called filling, one after its last forward draining.
     """
     spans = [span for span in trace.spans if span.end > span.begin]
     seconds = dict.fromkeys(CAUSES, 0.0)
@@ -103,8 +106,10 @@ def shares(trace: RankTrace) -> dict[str, float]:
         return seconds
     phases = _phases(spans)
     for span, phase in zip(spans, phases):
-        seconds[_cause(span, phase)] += span.seconds
-    whole = max(span.end for span in spans) - min(span.begin for span in spans)
+        inside = min(span.end, until) - max(span.begin, since)
+        seconds[_cause(span, phase)] += max(0.0, inside)
+    begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+    whole = min(end, until) - max(begin, since)
     seconds["other"] += max(0.0, whole - sum(seconds.values()))
     return seconds
 

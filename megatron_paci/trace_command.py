@@ -83,7 +83,7 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
     return {
         "schedule": header["schedule"],
         "num_stages": header["num_stages"],
-        "iterations": max(_ends(trace)[-1][0] if _ends(trace) else 0 for trace in traces),
+        "iterations": max(len(iteration_ends(trace)) for trace in traces),
         "causes": CAUSES,
         "ranks": ranks,
     }
@@ -121,7 +121,7 @@ def panel_of(traces: Sequence[RankTrace], first: int, last: int, title: str = ""
     """Return the passes and updates of the first pipeline in some iterations, in ms."""
     replica = min(trace.header["replica"] for trace in traces)
     pipeline = [trace for trace in traces if trace.header["replica"] == replica]
-    ends = dict(_ends(max(pipeline, key=lambda trace: trace.stage)))
+    ends = dict(iteration_ends(max(pipeline, key=lambda trace: trace.stage)))
     begin, end = ends.get(first - 1, 0.0), ends.get(last, float("inf"))
     events = []
     for trace in pipeline:
@@ -144,7 +144,7 @@ def panel_of(traces: Sequence[RankTrace], first: int, last: int, title: str = ""
     )
 
 
-def _ends(trace: RankTrace) -> list[tuple[int, float]]:
+def iteration_ends(trace: RankTrace) -> list[tuple[int, float]]:
     """Return the iterations of a trace with the times of their ends."""
     return [
         (span.facts["number"], span.end) for span in trace.spans if span.kind == "iteration"
@@ -157,7 +157,7 @@ def _iterations(text: str | None, traces: Sequence[RankTrace]) -> tuple[int, int
     Raises:
         TraceError: ``text`` does not name iterations that the trace has.
     """
-    count = min(len(_ends(trace)) for trace in traces)
+    count = min(len(iteration_ends(trace)) for trace in traces)
     if text is None:
         first = max(1, (count - SHOWN_ITERATIONS) // 2 + 1)
         return first, max(first, min(count, first + SHOWN_ITERATIONS - 1))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from megatron_paci.bench.ranks import RankError
 from megatron_paci.bench.virtual import VirtualRun, measure
-from megatron_paci.version import __version__
+from megatron_paci.version import versions
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -121,17 +119,6 @@ def _problems_of_path(path: Path) -> list[str]:
     if not os.access(path if path.exists() else folder, os.W_OK):
         return [f"--json {path}: cannot be written; choose another place"]
     return []
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what was measured."""
-    found = {"megatron_paci": __version__, "python": platform.python_version()}
-    for name in ("torch", "megatron-core"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # e.g. a source tree on the path
-            found[name] = "unknown"
-    return found
 
 
 def table(run: VirtualRun, result: dict[str, Any]) -> str:

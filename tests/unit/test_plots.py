@@ -5,14 +5,15 @@ import struct
 
 import pytest
 
-from megatron_paci.plots import plot_losses, running_mean, spread
+from megatron_paci.plots import COLOURS, plot_losses, run_colours, running_mean, spread
 
 
 def run(count=50, *, losses=None, valid_loss=4.9, pace=0.25):
     """Made-up figures of one run."""
     losses = losses or [8.4 - 3 * i / count for i in range(count)]
-    return {"loss": losses, "seconds": [pace * (i + 1) for i in range(len(losses))],
-            "samples_per_iteration": 8, "valid_loss": valid_loss}
+    steps = range(1, len(losses) + 1)
+    return {"loss": losses, "seconds": [pace * i for i in steps], "samples": [8 * i for i in steps],
+            "valid_loss": valid_loss}
 
 
 RUNS = {
@@ -43,6 +44,13 @@ def test_nothing_to_plot_is_an_error(runs, tmp_path):
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_losses(runs, tmp_path / "loss.png", title="")
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_runs_have_colours_of_their_own_and_the_first_of_a_schedule_has_that_of_the_schedule():
+    found = run_colours(
+        {"1f1b": {}, "paci-a2": {"schedule": "paci"}, "paci-a4": {"schedule": "paci"}})
+    assert (found["1f1b"], found["paci-a2"]) == (COLOURS["1f1b"], COLOURS["paci"])
+    assert len(set(found.values())) == 3
 
 
 def test_running_mean_keeps_gaps_and_is_not_moved_by_them():
