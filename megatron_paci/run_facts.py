@@ -16,15 +16,18 @@ def place(args: Any) -> dict[str, Any]:
     """Return where this rank stands in the job, and under which schedule.
 
     ``replica`` tells the pipelines of a job apart: it is the first rank of this one.
+    ``accumulation`` is the window of PACI, None under other schedules.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
+    schedule = selected_schedule(args)
+    window = args.paci_accum or get_num_microbatches() if schedule == "paci" else None
     return {
         "rank": torch.distributed.get_rank(),
         "stage": pipeline.rank(),
         "num_stages": pipeline.size(),
         "replica": torch.distributed.get_process_group_ranks(pipeline)[0],
-        "schedule": selected_schedule(args),
-        "accumulation": args.paci_accum,
+        "schedule": schedule,
+        "accumulation": window,
     }
 
 
@@ -34,8 +37,6 @@ def run_facts(args: Any) -> dict[str, Any]:
     found = place(args)
     if found["schedule"] == "auto":
         found["schedule"] = "interleaved" if chunks > 1 else "1f1b"
-    if found["schedule"] == "paci":
-        found["accumulation"] = args.paci_accum or get_num_microbatches()
     return found | {
         "chunks": chunks,
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron_paci.plots import FAINT, INK
@@ -132,7 +133,7 @@ def _draw_panel(axes: Any, panel: Panel, scale: float) -> None:
                             "linewidth": 0})
     for (work, chunk, stage), spans in groups.items():
         colour, hatch = STYLES[work]
-        pixels = min(width for _, width in spans) * scale
+        pixels = median(width for _, width in spans) * scale
         axes.broken_barh(
             spans, (stage - 0.43, 0.86), facecolor=colour, hatch=hatch if pixels > 12 else "",
             alpha=1 if chunk == 0 else max(0.35, 0.75 - 0.2 * chunk),

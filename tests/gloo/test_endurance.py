@@ -108,7 +108,12 @@ def equal_runs(folder):
 def test_nothing_grows(counted, name, key):
     """300 iterations hold what 100 do, 20 stages in a row what two do."""
     for first, last in counted[name]:
-        assert last[key] == first[key]
+        if key == "storage":
+            # A scalar that lives for a moment may be among them; one that is kept in every
+            # iteration would make 800 bytes, one in every round 72.
+            assert abs(last[key] - first[key]) < 64
+        else:
+            assert last[key] == first[key]
     assert len(counted["undrained"][0][0]["held"]) > 20
 
 
