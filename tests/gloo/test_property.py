@@ -79,7 +79,7 @@ def with_named_cases(test):
 @with_named_cases
 @given(setup=setups().filter(supported))
 @settings(
-    max_examples=EXAMPLES or 5,
+    max_examples=EXAMPLES or 3,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
