@@ -110,7 +110,7 @@ def _train(original, *args, **kwargs):
         watchdog.start()
     _observer = observer(model[0], optimizer, stage)
     try:
-        with nullcontext() if stage is None else stage.doing("between iterations"):
+        with _doing("between iterations"):
             result = original(*args, **kwargs)
         drain()
         if stage is not None:
@@ -149,9 +149,8 @@ def _train_step(original, *args, **kwargs):
 
 
 def _evaluate(original, *args, **kwargs):
-    stage = installed_stage()
     drain()
-    with nullcontext() if stage is None else stage.doing("evaluating"), _span("evaluate"):
+    with _doing("evaluating"), _span("evaluate"):
         result = original(*args, **kwargs)
     if _recorder is not None:
         call = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -169,6 +168,11 @@ def _save_checkpoint_and_time(original, *args, **kwargs):
         # now count as complete before the next one begins.
         training.maybe_finalize_async_save()
         return original(*args, **kwargs)
+
+
+def _doing(what):
+    stage = installed_stage()
+    return nullcontext() if stage is None else stage.doing(what)
 
 
 def _span(kind):

@@ -7,12 +7,12 @@ line; all lines before count. Pure: no torch.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_paci.rank_files import rank_files
 from megatron_paci.timeline import Span
 
 FORMAT = "megatron_paci trace 1"
@@ -99,15 +99,12 @@ def read_traces(directory: Path) -> list[RankTrace]:
     Raises:
         TraceError: There are none, a rank's is missing, or one cannot be read.
     """
-    paths = {}
-    for path in Path(directory).glob("rank*.jsonl"):
-        if match := re.fullmatch(r"rank(\d+)", path.stem):
-            paths[int(match[1])] = path
+    paths = rank_files(directory, "jsonl")
     if not paths:
         raise TraceError(
             f"{directory} holds no rank*.jsonl; give the folder of a run with --paci-trace"
         )
-    traces = [read_trace(paths[rank]) for rank in sorted(paths)]
+    traces = [read_trace(path) for path in paths.values()]
     stages = {trace.stage for trace in traces}
     if missing := set(range(traces[0].header["num_stages"])) - stages:
         raise TraceError(

@@ -103,7 +103,7 @@ def main() -> None:
                 except ValueError as error:
                     own = [str(error)]
             answer[name] = own + _judge(arguments, request["script"])
-    print(json.dumps(answer))
+    sys.stdout.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

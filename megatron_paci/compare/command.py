@@ -87,7 +87,7 @@ def run_compare(options: argparse.Namespace, argv: list[str]) -> int:
         if options.print_commands:
             plan.write(output / PLAN)
             for run in plan.runs:
-                print(f"# {run.label}\n{shlex.join(run.command)}")
+                sys.stdout.write(f"# {run.label}\n{shlex.join(run.command)}\n")
             return 0
         if not options.report_only:
             _check(plan)
@@ -134,7 +134,8 @@ def compare(
         if run:
             do_runs(plan, again=again, stall_seconds=stall_seconds)
         if virtual:
-            print("virtual time: a few iterations of each run", flush=True)
+            sys.stdout.write("virtual time: a few iterations of each run\n")
+            sys.stdout.flush()
         report = collect(plan, virtual=virtual, notes=notes)
     except KeyboardInterrupt:
         sys.stderr.write("megatron_paci: stopped; the same command goes on with what is missing\n")
@@ -160,12 +161,8 @@ def compare(
 
 def _show(report: Mapping[str, Any], written: list[Path]) -> None:
     found = report["verdict"]
-    print("\n" + found["headline"])
-    for text in found["facts"]:
-        print(f"- {text}")
-    print()
-    for path in written:
-        print(path)
+    lines = ["", found["headline"], *(f"- {text}" for text in found["facts"]), "", *written]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def _plan(options: argparse.Namespace, output: Path) -> Plan:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_paci.rank_files import rank_files
+
 Record = Mapping[str, Any]
 LOSS = "lm loss"
 # A single iteration's loss says more about its samples than about the model.
@@ -32,14 +34,11 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
     Raises:
         RecordError: There are none, some rank's is missing, or one is not readable.
     """
-    paths = {}
-    for path in Path(directory).glob("rank*.json"):
-        if match := re.fullmatch(r"rank(\d+)", path.stem):
-            paths[int(match[1])] = path
+    paths = rank_files(directory, "json")
     if not paths:
         raise RecordError(f"{directory} holds no rank*.json; was the run given --paci-record?")
     try:
-        records = [json.loads(paths[rank].read_text()) for rank in sorted(paths)]
+        records = [json.loads(path.read_text()) for path in paths.values()]
     except (OSError, ValueError) as error:
         raise RecordError(f"a record in {directory} cannot be read: {error}") from error
     if not all(isinstance(record, dict) and "run" in record for record in records):
