@@ -17,7 +17,7 @@ from megatron_paci.unproved import UNPROVED
 
 logger = logging.getLogger(__name__)
 
-TRIED_MEGATRON_VERSIONS = ("0.18.2", "0.19.2")
+TRIED_MEGATRON_VERSIONS = ("0.18.2", "0.19.1", "0.19.2")
 
 
 class ConfigurationError(ValueError):

@@ -108,8 +108,8 @@ def _train(original, *args, **kwargs):
             or 60 * LAST_WORDS * arguments.distributed_timeout_minutes,
         )
         watchdog.start()
-    _observer = observer(model[0], optimizer, stage)
     try:
+        _observer = observer(model[0], optimizer, stage)
         with _doing("between iterations"):
             result = original(*args, **kwargs)
         drain()

@@ -8,8 +8,10 @@ Megatron's features are in refused.py.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_paci.arguments import SCHEDULES
 
@@ -109,6 +111,24 @@ def is_whole(value: int | str, *, at_least: int) -> bool:
     return isinstance(value, int) and value >= at_least
 
 
+def _writable(what: str, name: str) -> Rule:
+    """Return the rule that the folder which the argument ``name`` gives can be written to."""
+
+    def violated(args: argparse.Namespace) -> bool:
+        folder = getattr(args, name, None)
+        if folder is None:
+            return False
+        path = Path(folder).absolute()
+        while not os.path.lexists(path):
+            path = path.parent
+        return not (path.is_dir() and os.access(path, os.W_OK | os.X_OK))
+
+    return Rule(
+        f"{what} in a folder that cannot be written to", (name,), violated,
+        "this is no folder that can be written to or made", "give another folder",
+    )
+
+
 def _bad_accumulation(args: argparse.Namespace) -> bool:
     return args.paci_accum is not None and not is_whole(args.paci_accum, at_least=1)
 
@@ -164,6 +184,8 @@ SELECTION_RULES = (
         "has no meaning under --pipeline-schedule {args.pipeline_schedule}",
         "add --pipeline-schedule paci, or drop {flags}",
     ),
+    _writable("a record", "paci_record"),
+    _writable("a trace", "paci_trace"),
 )
 
 WINDOW_RULES = (

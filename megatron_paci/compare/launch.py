@@ -26,6 +26,7 @@ def train(
     *,
     label: str,
     log: Path,
+    runs_after: int = 0,
     stall_seconds: float | None = None,
 ) -> None:
     """Run one training with a progress bar.
@@ -34,6 +35,8 @@ def train(
         command: What to start.
         label: Of the bar.
         log: File for everything that it prints.
+        runs_after: Runs that follow this one; the bar tells the time left for all, taking them to
+            last as long.
         stall_seconds: End a run that prints nothing for so long; None for never.
 
     Raises:
@@ -53,7 +56,8 @@ def train(
             command, env=environment,
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            heard, rest = time.monotonic(), ""
+            started = heard = time.monotonic()
+            heard_first, rest = None, ""
             while True:
                 ended = process.poll() is not None  # before reading, so that nothing is missed
                 text = lines.read()
@@ -64,7 +68,14 @@ def train(
                     if not bar.n:
                         # The time left follows from iterations, not from start-up.
                         bar.reset(total=total)
-                    bar.set_postfix_str(f"loss {loss:.2f}", refresh=False)
+                    heard_first = heard_first or (heard, iteration)
+                    seconds = left_for_all(
+                        started, heard_first, (heard, iteration), total, runs_after
+                    )
+                    bar.set_postfix_str(
+                        f"loss {loss:.2f}, all runs: {tqdm.format_interval(seconds)} left",
+                        refresh=False,
+                    )
                     bar.update(iteration - bar.n)
                 if ended:
                     break
@@ -78,6 +89,29 @@ def train(
         text = log.read_text(encoding="utf-8", errors="replace")
         raise RunError(f"{label} failed with exit status {process.returncode}. The end of "
                        f"{log}:\n\n{failure(text)}")
+
+
+def left_for_all(
+    started: float,
+    first: tuple[float, int],
+    last: tuple[float, int],
+    total: int,
+    runs_after: int,
+) -> float:
+    """Return the seconds that this run and those after it will take.
+
+    Args:
+        started: Time when the run was started.
+        first: Time when the log told of an iteration first, and which one.
+        last: The same for the last one.
+        total: Iterations in all.
+        runs_after: Runs that follow, taken to last as long as this one, start-up included.
+    """
+    done = last[1] - first[1]
+    # So long as there is only one, its share of the start-up is the best that is known.
+    per_iteration = (last[0] - first[0]) / done if done else (last[0] - started) / last[1]
+    left = per_iteration * (total - last[1])
+    return left + runs_after * (last[0] - started + left)
 
 
 def stop(process: subprocess.Popen) -> None:

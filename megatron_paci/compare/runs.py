@@ -36,13 +36,14 @@ def do_runs(
     Raises:
         OSError: A folder cannot be written to.
     """
+    open_runs = [run for run in plan.runs if again or not is_done(run, plan.identity(run))]
     for number, run in enumerate(plan.runs, start=1):
-        identity = plan.identity(run)
         label = f"{run.label} ({number}/{len(plan.runs)})"
-        if not again and is_done(run, identity):
+        if run not in open_runs:
             print(f"{label}: done before, see {run.folder}", flush=True)
             continue
-        _do(run, identity, label, stall_seconds)
+        runs_after = len(open_runs) - open_runs.index(run) - 1
+        _do(run, plan.identity(run), label, runs_after, stall_seconds)
 
 
 def is_done(run: Run, identity: dict[str, Any]) -> bool:
@@ -66,7 +67,9 @@ def read_state(run: Run) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _do(run: Run, identity: dict[str, Any], label: str, stall_seconds: float | None) -> None:
+def _do(
+    run: Run, identity: dict[str, Any], label: str, runs_after: int, stall_seconds: float | None
+) -> None:
     # Nothing of an earlier run with this name may be taken for one of this.
     if run.path.exists():
         shutil.rmtree(run.path)
@@ -83,7 +86,9 @@ def _do(run: Run, identity: dict[str, Any], label: str, stall_seconds: float | N
     _write(run, state)
     begin = time.monotonic()
     try:
-        train(run.command, label=label, log=log, stall_seconds=stall_seconds)
+        train(
+            run.command, label=label, log=log, runs_after=runs_after, stall_seconds=stall_seconds
+        )
         state["state"] = "done"
     except (RunError, OSError) as error:
         state |= {"state": "failed", "error": str(error)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_paci.compare.launch import failure, progress
+from megatron_paci.compare.launch import failure, left_for_all, progress
 from megatron_paci.compare.plan import Plan, PlanError, make_plan
 from megatron_paci.compare.records import (
     RecordError,
@@ -206,6 +206,14 @@ def test_progress_is_read_from_the_lines_of_iterations():
             "learning rate: 1.0E-04 | lm loss: 6.423179E+00 | loss scale: 1.0 |")
     assert progress(line) == (19, 300, 6.423179)
     assert progress(" validation loss at iteration 20 | lm loss value: 6.4E+00") is None
+
+
+def test_the_time_left_is_that_of_all_runs_with_their_start_up():
+    # Started at 100, first heard of at 120 (start-up), 10 iterations in 5 s since: 40 s are left.
+    assert left_for_all(100, (120, 10), (125, 20), 100, runs_after=0) == 40
+    assert left_for_all(100, (120, 10), (125, 20), 100, runs_after=2) == 40 + 2 * (25 + 40)
+    assert left_for_all(100, (120, 10), (120, 10), 100, runs_after=0) == 180
+    assert left_for_all(100, (120, 10), (165, 100), 100, runs_after=0) == 0
 
 
 def test_failure_shows_the_reason_and_not_the_launchers_remarks():

@@ -330,6 +330,24 @@ def test_a_batch_size_schedule_has_to_fit_at_every_step(parse):
     assert_refused(args, ["4 or 8 or 12 microbatches"])
 
 
+@pytest.mark.parametrize("flag", ["--paci-record", "--paci-trace"])
+@pytest.mark.parametrize("schedule", ["auto", "paci"])
+def test_a_folder_that_cannot_be_written_to_is_refused(parse, tmp_path, flag, schedule):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for folder in ("new/and/deeper", "."):
+        check(parse(f"{PACI} --pipeline-schedule {schedule} {flag} {tmp_path / folder}"))
+    assert not (tmp_path / "new").exists()
+    for folder in ("file", "file/below", "link/below"):
+        args = parse(f"{PACI} --pipeline-schedule {schedule} {flag} {tmp_path / folder}")
+        assert_refused(args, [f"{flag} {tmp_path / folder}", "another folder"])
+
+
+def test_a_folder_without_permission_is_refused(parse, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    assert_refused(parse(f"{PACI} --paci-trace {tmp_path}"), ["--paci-trace", "another folder"])
+
+
 def test_every_rule_names_a_feature_and_formats(parse):
     args = parse(PACI)
     facts = dict.fromkeys(("counts", "divisors", "flags"), "x")
