@@ -123,21 +123,14 @@ def _cause(span: Span, phase: str) -> str:
         return "other"
     if phase != "steady":
         return phase
-    message = span.facts.get("message") or ""
-    return {"F": "input", "B": "gradient", "R": "report"}.get(message[:1], "message")
+    return {"F": "input", "B": "gradient", "R": "report"}.get(_message(span), "message")
 
 
 def _phases(spans: Sequence[Span]) -> list[str]:
     """Return for each span whether the pipeline was filling, steady or draining."""
     first_backward: dict[Any, int] = {}
     last_forward: dict[Any, int] = {}
-    streams, stream = [], None
-    # A wait belongs to the stream of the pass that it precedes.
-    for index in range(len(spans) - 1, -1, -1):
-        if spans[index].kind in ("F", "B"):
-            stream = spans[index].facts.get("stream")
-        streams.append(stream)
-    streams.reverse()
+    streams = _streams(spans)
     for index, span in enumerate(spans):
         if span.kind == "B":
             first_backward.setdefault(streams[index], index)
@@ -152,6 +145,30 @@ def _phases(spans: Sequence[Span]) -> list[str]:
         else:
             phases.append("steady")
     return phases
+
+
+def _streams(spans: Sequence[Span]) -> list[Any]:
+    """Return the stream that each span belongs to.
+
+    That is the one of the pass it precedes; a report is waited for behind a pass.
+    """
+    before: list[Any] = []
+    after: list[Any] = []
+    for found, order in ((before, spans), (after, reversed(spans))):
+        stream = None
+        for span in order:
+            if span.kind in ("F", "B"):
+                stream = span.facts.get("stream")
+            found.append(stream)
+    return [
+        last if following is None or _message(span) == "R" else following
+        for span, last, following in zip(spans, before, reversed(after))
+    ]
+
+
+def _message(span: Span) -> str:
+    """Return the kind of message that is waited for: F, B or R; empty if it is not known."""
+    return (span.facts.get("message") or "")[:1]
 
 
 def chrome_trace(traces: Sequence[RankTrace]) -> dict[str, Any]:

@@ -116,6 +116,34 @@ def test_every_span_has_a_cause(kind, message, cause):
     assert set(found.values()) == {0.0}
 
 
+def test_only_a_stretch_of_time_is_summed_up():
+    [first, *_] = simulated(2, 4)
+    whole = shares(first)
+    for parts in (((0.0, 4.5), (4.5, 99.0)), ((-9.0, 3.0), (3.0, 3.5), (3.5, 99.0))):
+        found = [shares(first, since=since, until=until) for since, until in parts]
+        assert all(each != whole for each in found)
+        assert {name: sum(each[name] for each in found) for name in whole} == whole
+    # The first forward, 0 s to 1 s, from its middle on, and no longer than to there.
+    assert shares(first, since=0.5)["F"] == whole["F"] - 0.5
+    assert shares(first, until=0.5)["F"] == 0.5
+
+
+def test_a_wait_belongs_to_the_stream_of_the_pass_that_it_precedes():
+    def passes(begin, stream):
+        return [Span("F", begin, begin + 1, {"stream": stream}),
+                Span("B", begin + 1, begin + 2, {"stream": stream})]
+
+    between = Span("wait", 3, 5, {"message": "F0"})
+    # A report is waited for behind the last backward, in a drain before the next stream begins.
+    reports = [Span("wait", 2, 3, {"message": "R"}), Span("wait", 7, 8, {"message": "R"})]
+    spans = [*passes(0, 0), reports[0], between, *passes(5, 1), reports[1]]
+    found = shares(RankTrace(header(), spans, False))
+    assert (found["fill"], found["drain"]) == (2, 2)
+    before_backward = Span("wait", 6, 8, {"message": "B0"})
+    spans = [*passes(0, 0), passes(5, 1)[0], before_backward, Span("B", 8, 9, {"stream": 1})]
+    assert shares(RankTrace(header(), spans, False))["fill"] == 2
+
+
 def test_clocks_of_other_hosts_are_set_by_the_messages():
     traces = simulated(3, 6)
     truth = [span.begin for span in traces[2].spans]
@@ -136,6 +164,29 @@ def test_clocks_of_other_hosts_are_set_by_the_messages():
     assert [span.begin for span in found[2].spans] == pytest.approx(truth, abs=2.0)
 
 
+def test_clocks_count_from_when_each_rank_started():
+    [trace] = simulated(1, 2)
+    replicas = [
+        RankTrace({**trace.header, "rank": rank, "replica": rank, "started": started},
+                  trace.spans, False)
+        for rank, started in enumerate((1003.0, 1000.0))
+    ]
+    late, first = on_one_clock(replicas)
+    assert [span.begin for span in first.spans] == [span.begin for span in trace.spans]
+    assert [span.begin - 3.0 for span in late.spans] == [span.begin for span in trace.spans]
+
+
+@pytest.mark.parametrize("fact, other", [("stream", 1), ("chunk", 1)])
+def test_passes_of_another_stream_or_chunk_are_other_messages(fact, other):
+    facts = {"stream": 0, "chunk": 0, "microbatch": 0}
+    upper = [Span("F", 0.0, 1.0, facts), Span("F", 9.0, 10.0, {**facts, fact: other})]
+    lower = [Span("F", 1.0, 2.0, facts), Span("F", 10.0, 11.0, {**facts, fact: other})]
+    traces = [RankTrace(header(stage), spans, False) for stage, spans in enumerate((upper, lower))]
+    assert [each.spans for each in on_one_clock(traces)] == [upper, lower]
+    arrows = [event for event in chrome_trace(traces)["traceEvents"] if event["ph"] in "sf"]
+    assert [event["ts"] for event in arrows] == [0.0, 1e6, 9e6, 10e6]
+
+
 def test_clocks_that_agree_are_left_alone():
     traces = simulated(3, 6)
     for found, trace in zip(on_one_clock(traces), traces):
@@ -144,6 +195,7 @@ def test_clocks_that_agree_are_left_alone():
 
 def test_the_format_of_chrome():
     traces = simulated(2, 4)
+    traces[0].spans[-1].facts["version"] = 1
     traces[1].spans.append(Span("send", 20.0, 20.0, {"message": "B3", "bytes": 8}))
     found = json.loads(json.dumps(chrome_trace(traces)))["traceEvents"]
     by_phase = {}
@@ -171,3 +223,6 @@ def test_the_format_of_chrome():
                  if event["name"] == "in flight" and event["pid"] == 0]
     assert max(in_flight) == 2 and in_flight[-1] == 0
     assert [event["name"] for event in by_phase["i"]] == ["send B3"]
+    versions = [(event["ts"], event["args"]["version"]) for event in by_phase["C"]
+                if event["name"] == "version" and event["pid"] == 0]
+    assert versions == [(0.0, 0), (traces[0].spans[-1].begin * 1e6, 1)]
