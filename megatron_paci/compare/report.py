@@ -6,8 +6,7 @@ import datetime
 import os
 import platform
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,8 @@ def _figures(run: Run) -> dict[str, Any]:
     found = {
         "label": run.label,
         "schedule": run.schedule,
-        "command": public_command(run.command),
-        "added": shlex.join(map(_public, run.added)),
+        "command": shlex.join(run.command),
+        "added": shlex.join(run.added),
         **{key: state[key] for key in CONDITIONS if key in state},
     }
     # Where somebody else has started the run there is no state, and the record decides.
@@ -147,17 +146,3 @@ def _draw(
     found.append(Picture(output / "memory.png", "Memory of each stage"))
     pictures.draw_memory(runs, found[-1].path)
     return found
-
-
-def public_command(command: Sequence[str]) -> str:
-    """Return a command line as text, without this machine's paths outside the current folder."""
-    return shlex.join(map(_public, command))
-
-
-def _public(text: str) -> str:
-    if text == sys.executable:
-        return "python"
-    if not os.path.isabs(text):
-        return text
-    path = Path(text)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

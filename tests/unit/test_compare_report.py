@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def started(made):
 
 
 def test_a_report_of_three_schedules(plan_with, tmp_path, capsys, pictures):
-    assert compare(plan_with(), tmp_path / "out", title="A <title>") == 0
+    plan = plan_with()
+    assert compare(plan, tmp_path / "out", title="A <title>") == 0
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
         "runs", "report.json", "report.md", "report.html", *PICTURES}
@@ -92,9 +94,10 @@ def test_a_report_of_three_schedules(plan_with, tmp_path, capsys, pictures):
     assert report["verdict"]["headline"] in said and "report.html" in said
     markdown = (out / "report.md").read_text()
     assert report["verdict"]["headline"] in markdown
-    for run in report["runs"].values():
+    for planned, run in zip(plan.runs, report["runs"].values()):
+        assert shlex.split(run["command"]) == planned.command
         assert run["command"] in markdown and run["added"] in markdown
-    assert "torch 2" in markdown and str(tmp_path) not in markdown.split("## Versions")[0]
+    assert "torch 2" in markdown
     check_html((out / "report.html").read_text())
 
 
