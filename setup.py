@@ -43,7 +43,7 @@ setup(
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "emerging-optimizers>=0.3"],
         "muon": ["emerging-optimizers>=0.3"],
-        "docs": ["sphinx>=8"],
+        "docs": ["sphinx==9.1.1"],
         "tensorboard": ["tensorboard>=2.16"],
         "wandb": ["wandb>=0.17"],
         # Megatron can also use NVIDIA's apex. That is installed from its source repository; the
