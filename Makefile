@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TEST_TIME_FACTOR ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test property canary patch corpus docs lock clean distclean
+.PHONY: help setup demo test gpu property canary patch corpus docs lock clean distclean
 
 # Any Python from 3.6 on can run the scripts in tools/; the first that really starts does.
 define run-tool
@@ -33,6 +33,9 @@ demo: setup  ## train a small model with PACI on this machine's CPUs
 
 test: setup  ## run the tests
 	@.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+gpu: setup  ## compare PACI with 1F1B on CUDA, report in out/gpu (tests/gpu/README.md)
+	@.venv/bin/python tests/gpu/check.py --out out/gpu $(ARGS)
 
 property: setup  ## try EXAMPLES=200 random combinations of flags, print what they covered
 	@PROPERTY_EXAMPLES=$(EXAMPLES) .venv/bin/python -m pytest -s tests/gloo/test_property.py $(ARGS)

@@ -86,6 +86,20 @@ def test_one_stage_may_wait_for_its_device_anywhere(variable):
                 check([*logs[:rank], waits, *logs[rank + 1:]])
 
 
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_a_host_that_waits_for_every_message_hangs(num_stages):
+    """So it does with CUDA_LAUNCH_BLOCKING=1; docs/reliability.md says that it must not be set."""
+    for logs in logs_of(num_stages, False).values():
+        blocking = [
+            [each for event in log for each in (
+                (event, HostWait(whole_device=True)) if isinstance(event, Messages) else (event,)
+            )]
+            for log in untied(logs)
+        ]
+        with pytest.raises(OrderError):
+            check(blocking)
+
+
 # Planted faults: the real logs of three stages, changed in one place.
 
 
