@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_paci.bench.virtual import VirtualRun, measure  # noqa: E402
+from megatron_paci.schedule import StageSchedule  # noqa: E402
 from megatron_paci.simulate.figures import Memory  # noqa: E402
 from megatron_paci.simulate.figures import measure as simulated  # noqa: E402
 from megatron_paci.simulate.schedules import paci  # noqa: E402
@@ -91,16 +92,16 @@ def print_others(results: dict[str, dict]) -> None:
     print()
 
 
-def with_extra_slots(stages: int, latency: float, *, per_link: int, everywhere: int) -> float:
+def with_more_in_flight(stages: int, latency: float, *, per_link: int, everywhere: int) -> float:
     """Return the utilization of the worst stage with more microbatches in flight (simulated).
 
     Args:
-        per_link: More slots for each link between a stage and the last one.
-        everywhere: More slots on every stage alike.
+        per_link: More for each link between a stage and the last one.
+        everywhere: More on every stage alike, as if the pipeline had so many stages more.
     """
-    depths = [stages - s + everywhere + per_link * (stages - 1 - s) for s in range(stages)]
+    orders = [StageSchedule(s, stages + everywhere, 1, per_link) for s in range(stages)]
     figures = simulated(
-        lambda iterations: paci(depths, 1, 1, iterations=iterations),
+        lambda iterations: paci(orders, 1, iterations=iterations),
         Costs.equal(stages, latency=latency), Memory.in_microbatches(stages), iterations=40,
     )
     return float(min(figures.utilization))
@@ -129,12 +130,12 @@ def main(folder: Path) -> None:
                   f"{worst('paci', '1of20')} | {syncs[0]:g}, {syncs[1]:g} |")
     print()
     print_others(others)
-    print("| stages | latency | as is | one slot more everywhere | one slot more per link |")
+    print("| stages | latency | as is | one more everywhere | `--paci-extra-in-flight 1` |")
     print("| --- " * 5 + "|")
     for n in STAGES:
         for latency in (0.05, 0.2):
             cells = [
-                with_extra_slots(n, latency, per_link=link, everywhere=all_stages)
+                with_more_in_flight(n, latency, per_link=link, everywhere=all_stages)
                 for link, all_stages in ((0, 0), (0, 1), (1, 0))
             ]
             print(f"| {n} | {latency:.0%} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")

@@ -41,6 +41,19 @@ class PaciArguments:
     divide the number of microbatches per iteration, which is the default. Smaller values update
     more often, with gradients that are up to ceil((N-1)/A) updates old at pipeline size N."""
 
+    paci_extra_in_flight: int = field(
+        default=0, metadata={"argparse_meta": {"type": _whole_number, "metavar": "S"}}
+    )
+    """More microbatches in flight than 1F1B has: S for each link on the way from a stage to the
+    last one, S*(N-1) on the first stage of N. They hide the time of messages between stages, S = 1
+    up to half the time of a forward and a backward. They cost as many activations, and gradients
+    are up to ceil((N-1)*(1+S)/A) updates old."""
+
+    paci_defer_step: bool = False
+    """Let the optimizer step of a window wait until one more forward pass has run, so that with
+    --overlap-grad-reduce the reduction of its gradients over replicas runs during that pass.
+    Gradients are up to ceil(N/A) updates old then, on the last stage up to 1."""
+
     paci_clip: Literal["pipelined", "local"] = "pipelined"
     """Norm that --clip-grad refers to: pipelined takes the gradients of all stages as far as they
     are known (own and later stages exactly, earlier ones from a few windows ago), local those of

@@ -44,6 +44,8 @@ class MegatronStage:
         scheduler: Any,
         *,
         accumulation: int,
+        extra_in_flight: int = 0,
+        defer_step: bool = False,
         clip: str = "pipelined",
         nonfinite: str = "skip",
         pg_collection: ProcessGroupCollection | None = None,
@@ -59,6 +61,9 @@ class MegatronStage:
                 stage-local until ``close``.
             scheduler: ``OptimizerParamScheduler`` or None.
             accumulation: Backward passes per optimizer step.
+            extra_in_flight: More microbatches in flight for each link between a stage and the last
+                one, see ``schedule.StageSchedule``; the same on all ranks, like ``accumulation``.
+            defer_step: Whether a step waits for one more forward, likewise.
             clip: What ``--paci-clip`` says, see ``report.Ledger``.
             nonfinite: ``skip`` or ``abort``, what to do with a gradient that is not finite.
             pg_collection: Process groups of this rank; None for Megatron's global ones.
@@ -80,13 +85,16 @@ class MegatronStage:
         self._doing = "between iterations"
         self._iterations = 0
         self._beats = 0
+        self._skipped_before = 0
         self._collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pipeline = self._collection.pp
         ranks = torch.distributed.get_process_group_ranks(pipeline)
         self._place = (
             f"rank {torch.distributed.get_rank()} (pipeline of ranks {' '.join(map(str, ranks))})"
         )
-        schedule = StageSchedule(pipeline.rank(), pipeline.size(), accumulation)
+        schedule = StageSchedule(
+            pipeline.rank(), pipeline.size(), accumulation, extra_in_flight, defer_step
+        )
         is_first = schedule.stage == 0
         self.is_last_stage = schedule.stage == schedule.num_stages - 1
         self.data_parallel_group = self._collection.dp_cp
@@ -111,7 +119,6 @@ class MegatronStage:
                 optimizer,
                 self._groups,
                 self.config,
-                num_stages=schedule.num_stages,
                 is_owner=is_first,
             )
             self._tied.drop_state()
@@ -203,6 +210,11 @@ class MegatronStage:
             for each in self._passed_down:
                 each.end_run()
         return self.compute.forward_data
+
+    def has_skipped(self) -> bool:
+        """Whether a window was left out since this was asked last; a drain may have done so."""
+        before, self._skipped_before = self._skipped_before, self.window.skipped
+        return self.window.skipped > before
 
     def set_accumulation(self, accumulation: int) -> None:
         """Change the window length, after a drain; without effect if it is the same."""

@@ -2,11 +2,13 @@
 
 Receives are posted one message ahead, before the compute they overlap with. Sends are never waited
 for while the stream runs: a sent tensor is kept alive until its arrival is certain, which the order
-itself proves. Stage i + 1 has taken the forward of microbatch ``k + depth - 2`` when it sends the
-gradient of ``k`` to stage i (it runs one microbatch less ahead than stage i, ``depth``), and stage
-i - 1 has taken the gradient of ``k - depth - 1`` when it sends the forward of ``k``. So a wait for
-such a send returns at once, on every backend; NCCL can also be asked earlier, gloo cannot (its
-requests never report completion before they are waited for).
+itself proves. With ``d`` for the depth of the stage that sends, that stage is in tick ``k + d - 1``
+when it sends the gradient of ``k``, so stage i + 1 has then taken the forward of ``k + d - 1``; and
+before tick ``k`` it has run the backward of ``k - d``, so stage i - 1 has taken the gradient of
+``k - d`` when it sends the forward of ``k``. A report behind a gradient is taken in the same tick,
+or with a deferred step in the next one. So a wait for such a send returns at once, on every
+backend; NCCL can also be asked earlier, gloo cannot (its requests never report completion before
+they are waited for).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class PipelineChannel:
         """
         self._shape = shape
         self._schedule: StageSchedule | None = None
+        self._previous_depth = self._next_depth = 0
         # Next microbatch to post a receive for, and the ones received or sent last, by direction.
         self._next_forward = self._last_forward = self._end_of_run = 0
         self._next_backward = self._last_backward = self._sent_forwards = self._next_report = 0
@@ -60,6 +63,8 @@ class PipelineChannel:
     def begin_stream(self, schedule: StageSchedule) -> None:
         """Start counting microbatches anew; everything sent before has arrived."""
         self._schedule = schedule
+        self._previous_depth = schedule.depth_of(schedule.stage - 1)
+        self._next_depth = schedule.depth_of(schedule.stage + 1)
         self._next_forward = self._last_forward = self._end_of_run = 0
         self._next_backward = self._last_backward = self._sent_forwards = self._next_report = 0
 
@@ -85,7 +90,7 @@ class PipelineChannel:
             self._post_forward()
         else:
             self._forward_in.post_receive_report()
-        self._backward_out.release_sent(microbatch - self._schedule.depth - 1)
+        self._backward_out.release_sent(microbatch - self._previous_depth)
         return tensor
 
     def receive_downstream(self) -> Report | None:
@@ -100,7 +105,8 @@ class PipelineChannel:
         """Send an output to the next stage and post the receive of a gradient."""
         if self._forward_out is None:
             return
-        self._post_upstream(microbatch - self._schedule.depth + 1)
+        if not self._schedule.defer_step:
+            self._post_upstream(microbatch - self._schedule.depth + 1)
         shape = tuple(output_tensor.shape)
         if self._shape_out is not None:
             vector = torch.tensor(shape, dtype=torch.float64, device=output_tensor.device)
@@ -116,7 +122,7 @@ class PipelineChannel:
         self._sent_forwards += 1
         # The next stage sends its first gradient after it has taken this many forwards. A receive
         # posted before that would let whoever waits for the device wait for this stage itself.
-        if self._sent_forwards >= self._schedule.depth - 1:
+        if self._sent_forwards >= self._next_depth:
             self._post_backward()
 
     def send_downstream(self, report: Report) -> None:
@@ -129,15 +135,17 @@ class PipelineChannel:
         self._last_backward = microbatch
         if self._backward_in is None:
             return None
-        # Both are posted already unless no forward came before.
+        # Both are posted already unless no forward came before, or the step is deferred: then the
+        # next stage reports only after the forward that was sent last.
         self._post_backward()
         self._post_upstream(microbatch)
         gradient = self._backward_in.take()
         if not self._schedule.ends_window(microbatch):
             self._post_backward()
-        self._forward_out.release_sent(microbatch + self._schedule.depth - 2)
+        taken = microbatch + self._next_depth - 1
+        self._forward_out.release_sent(taken)
         if self._shape_out is not None:
-            self._shape_out.release_sent(microbatch + self._schedule.depth - 2)
+            self._shape_out.release_sent(taken)
         return gradient
 
     def receive_upstream(self) -> Report | None:
@@ -156,7 +164,8 @@ class PipelineChannel:
     def send_upstream(self, report: Report) -> None:
         """Send a report behind the gradient sent last."""
         if self._backward_out is not None:
-            self._backward_out.send_report(self._last_backward, report)
+            taken_with = self._last_backward + self._schedule.defer_step
+            self._backward_out.send_report(taken_with, report)
 
     def finish(self) -> None:
         """Wait for all sends; at the end of a drain the neighbours have posted their receives."""

@@ -13,6 +13,7 @@ from megatron_paci.features import WORKS
 from megatron_paci.known_arguments import INDIFFERENT
 from megatron_paci.refused import PACI_RULES
 from megatron_paci.rules import SELECTION_RULES, Rule, divisors, microbatch_counts
+from megatron_paci.schedule import StageSchedule
 from megatron_paci.unproved import UNPROVED
 
 logger = logging.getLogger(__name__)
@@ -142,15 +143,18 @@ def take_over(args: argparse.Namespace) -> None:
 def warn_of_delay(args: argparse.Namespace) -> None:
     """Say once if gradients can be more than one optimizer step old, which may cost quality."""
     accumulation = args.paci_accum or min(microbatch_counts(args), default=1)
-    updates = -(-(args.pipeline_model_parallel_size - 1) // accumulation)
-    if updates > 1 and int(os.environ.get("RANK", "0")) == 0:
+    schedule = StageSchedule(
+        0, args.pipeline_model_parallel_size, accumulation, args.paci_extra_in_flight,
+        args.paci_defer_step,
+    )
+    if schedule.drift_bound > 1 and int(os.environ.get("RANK", "0")) == 0:
         logger.warning(
-            "stage 0 accumulates gradients that are up to %d optimizer steps old (%d stages, "
-            "--paci-accum %d); what that costs depends on the optimizer: compare with "
-            "--pipeline-schedule 1f1b, or accumulate %d backwards or more, with more microbatches "
-            "per iteration if need be",
-            updates, args.pipeline_model_parallel_size, accumulation,
-            args.pipeline_model_parallel_size - 1,
+            "stage 0 accumulates gradients that are up to %d optimizer steps old (%d stages, %d "
+            "microbatches in flight, --paci-accum %d); what that costs depends on the optimizer: "
+            "compare with --pipeline-schedule 1f1b, or accumulate %d backwards or more, with more "
+            "microbatches per iteration if need be",
+            schedule.drift_bound, schedule.num_stages, schedule.depth, accumulation,
+            schedule.depth - 1 + schedule.defer_step,
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ class MegatronCompute:
         self._forward_step_func: Callable | None = None
         self._data_iterator: Any = None
         self._accumulation = 1
-        self._num_tokens: Any = 0
+        self._num_tokens: deque[Any] = deque()
         self.forward_data: list[Any] = []
 
     def bind(self, forward_step_func: Callable, data_iterator: Any, accumulation: int) -> None:
@@ -65,14 +67,19 @@ class MegatronCompute:
             current_microbatch=microbatch,
             is_last_stage=self._is_last_stage,
         )
-        if self._config.calculate_per_token_loss:
-            self._num_tokens += num_tokens
+        if self._config.calculate_per_token_loss and self._is_last_stage:
+            self._num_tokens.append(num_tokens)
         return output_tensor
 
-    def take_num_tokens(self) -> int:
-        """Return the tokens that entered the loss since the last call (per-token loss only)."""
-        num_tokens, self._num_tokens = int(self._num_tokens), 0
-        return num_tokens
+    def take_num_tokens(self, num_microbatches: int) -> int:
+        """Return the tokens in the loss of the oldest microbatches not asked for (per-token loss).
+
+        On the last stage only; a later microbatch may have been forwarded already.
+        """
+        num_tokens = sum(islice(self._num_tokens, num_microbatches))
+        for _ in range(num_microbatches):
+            self._num_tokens.popleft()
+        return int(num_tokens)
 
     def backward(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -167,7 +167,7 @@ class Engine:
         old = self.schedule
         if accumulation != old.accumulation:
             self.drain()
-            self._begin_stream(StageSchedule(old.stage, old.num_stages, accumulation, old.depth))
+            self._begin_stream(replace(old, accumulation=accumulation))
 
     def run(self, num_forwards: int) -> None:
         """Run ``num_forwards`` forwards, and the backwards and steps that fall between them.
@@ -285,6 +285,8 @@ class Engine:
             "stage": self.schedule.stage,
             "num_stages": self.schedule.num_stages,
             "accumulation": self.schedule.accumulation,
+            "extra_in_flight": self.schedule.extra_in_flight,
+            "defer_step": self.schedule.defer_step,
             "updates": self.version,
             "microbatches": self.num_backwards,
             "drift_counts": {str(drift): n for drift, n in sorted(self.drift_counts.items())},

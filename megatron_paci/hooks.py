@@ -92,6 +92,8 @@ def _train(original, *args, **kwargs):
             optimizer,
             call["opt_param_scheduler"],
             accumulation=arguments.paci_accum or get_num_microbatches(),
+            extra_in_flight=arguments.paci_extra_in_flight,
+            defer_step=arguments.paci_defer_step,
             clip=arguments.paci_clip,
             nonfinite=arguments.paci_nonfinite,
             exit_wishes=exit_wishes

@@ -47,16 +47,21 @@ def _has_auxiliary_losses(args) -> bool:
     return is_set("num_experts")(args) and (balances or is_set("moe_z_loss_coeff")(args))
 
 
+def _has_one_queue(args) -> bool:
+    """Whether all that a GPU does goes through one hardware queue."""
+    nccl = getattr(args, "distributed_backend", "nccl") == "nccl"
+    return nccl and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def _fills_one_queue(args) -> bool:
     """Whether tied weights of more windows are under way than one hardware queue can order."""
-    nccl = getattr(args, "distributed_backend", "nccl") == "nccl"
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" or not nccl:
+    if not _has_one_queue(args):
         return False
     shares = not getattr(args, "untie_embeddings_and_output_weights", False)
     window = args.paci_accum or min(microbatch_counts(args), default=0)
     if not (shares or getattr(args, "mtp_num_layers", None)) or not is_whole(window, at_least=1):
         return False
-    return args.pipeline_model_parallel_size > 4 * window
+    return args.pipeline_model_parallel_size + args.paci_defer_step > 4 * window
 
 
 SCHEDULE = (
@@ -122,13 +127,23 @@ SCHEDULE = (
 PARALLELISM = (
     Rule(
         "tied embeddings, short windows and CUDA_DEVICE_MAX_CONNECTIONS=1",
-        ("paci_accum",),
+        ("paci_accum", "paci_defer_step"),
         _fills_one_queue,
         "with CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment and an embedding that the first and "
         "the last stage share, more than four windows in a pipeline can wait for each other for "
         "ever (docs/reliability.md)",
-        "take --paci-accum of at least a quarter of the stages, unset "
+        "take --paci-accum of at least a quarter of the stages (one stage more counts with "
+        "--paci-defer-step), unset "
         "CUDA_DEVICE_MAX_CONNECTIONS, or add --untie-embeddings-and-output-weights",
+    ),
+    Rule(
+        "more microbatches in flight and CUDA_DEVICE_MAX_CONNECTIONS=1",
+        ("paci_extra_in_flight",),
+        lambda args: args.paci_extra_in_flight != 0 and _has_one_queue(args),
+        "with CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment a second message that waits on a "
+        "link holds back all that a GPU does, and stages can wait for each other for ever "
+        "(docs/reliability.md)",
+        "drop {flags}, or unset CUDA_DEVICE_MAX_CONNECTIONS where Megatron lets you",
     ),
     refuse(
         "Megatron FSDP, torch FSDP2",

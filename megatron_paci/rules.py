@@ -177,10 +177,15 @@ SELECTION_RULES = (
         "add e.g. --pipeline-model-parallel-size 2",
     ),
     Rule(
-        "a window or a watchdog under another schedule",
-        ("paci_accum", "paci_stall_seconds"),
+        "a window, its step or a watchdog under another schedule",
+        ("paci_accum", "paci_extra_in_flight", "paci_defer_step", "paci_stall_seconds"),
         lambda args: args.pipeline_schedule in SCHEDULES[:-1]
-        and (args.paci_accum is not None or args.paci_stall_seconds != 0),
+        and (
+            args.paci_accum is not None
+            or args.paci_extra_in_flight != 0
+            or args.paci_defer_step
+            or args.paci_stall_seconds != 0
+        ),
         "has no meaning under --pipeline-schedule {args.pipeline_schedule}",
         "add --pipeline-schedule paci, or drop {flags}",
     ),
@@ -203,6 +208,14 @@ WINDOW_RULES = (
         "does not divide the {counts} microbatches of an iteration "
         "(global batch / (micro batch * data parallel)), so drains would fall inside a window",
         "take --paci-accum {divisors}, or change --global-batch-size",
+    ),
+    Rule(
+        "a number of microbatches in flight that is none",
+        ("paci_extra_in_flight",),
+        lambda args: not is_whole(args.paci_extra_in_flight, at_least=0),
+        "not a whole number of at least 0",
+        "give how many more microbatches are in flight for each link to the last stage, e.g. "
+        "--paci-extra-in-flight 1",
     ),
     Rule(
         "a watchdog without a time",

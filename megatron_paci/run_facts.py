@@ -43,6 +43,8 @@ def run_facts(args: Any) -> dict[str, Any]:
         "data_parallel": parallel_state.get_data_parallel_world_size(),
         "context_parallel": parallel_state.get_context_parallel_world_size(),
         "num_microbatches": get_num_microbatches(),
+        "extra_in_flight": args.paci_extra_in_flight,
+        "defer_step": args.paci_defer_step,
         "sequence_length": args.seq_length,
         "seed": args.seed,
         "versions": versions(),

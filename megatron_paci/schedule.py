@@ -6,6 +6,9 @@ them, so the rule exists once. The rule is 1F1B without an end (arXiv 2606.07881
 backward pass otherwise, and takes one optimizer step of its own after every ``accumulation``
 backward passes. Microbatches are numbered from 0 at the start of the stream, which begins anew
 after each drain.
+
+Two variations, both off by default: more microbatches in flight, so many for each link between a
+stage and the last one, and a step that waits until one more forward has run.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import enum
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, count, islice
 
 
@@ -69,21 +73,30 @@ class StageSchedule:
     accumulation: int
     """Backward passes per optimizer step, ``a``: the length of a window."""
 
-    depth: int | None = None
-    """Most microbatches in flight; None stands for the paper's throttle ``num_stages - stage``."""
+    extra_in_flight: int = 0
+    """More microbatches in flight than the paper's throttle has, for each link to the last stage:
+    ``s``. The round trip of messages over a link hides behind them."""
+
+    defer_step: bool = False
+    """Whether a step comes only after the forward that follows the window's last backward, right
+    before the next backward, so that gradients can be reduced during that forward."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.stage < self.num_stages:
             raise ValueError(f"stage {self.stage} is not one of {self.num_stages} stages")
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
-        if self.depth is None:
-            object.__setattr__(self, "depth", self.num_stages - self.stage)
-        elif self.depth < self.num_stages - self.stage:
-            raise ValueError(
-                f"depth {self.depth} at stage {self.stage} of {self.num_stages} would deadlock: "
-                f"the first backward arrives only after {self.num_stages - self.stage} forwards"
-            )
+        if self.extra_in_flight < 0:
+            raise ValueError(f"extra_in_flight must be at least 0, got {self.extra_in_flight}")
+
+    def depth_of(self, stage: int) -> int:
+        """Return the most microbatches in flight on ``stage``: ``N - i + s (N - 1 - i)``."""
+        return 1 + (self.num_stages - 1 - stage) * (1 + self.extra_in_flight)
+
+    @cached_property
+    def depth(self) -> int:
+        """Most microbatches in flight on this stage."""
+        return self.depth_of(self.stage)
 
     def ticks(self) -> Iterator[tuple[Action, ...]]:
         """Yield the endless order in ticks: a forward and what follows before the next forward."""
@@ -96,6 +109,8 @@ class StageSchedule:
         """Yield what remains after ``num_forwards`` ticks when no further forward follows."""
         for microbatch in range(max(0, num_forwards - self.depth + 1), num_forwards):
             yield from self._backward(microbatch)
+        if self.defer_step and num_forwards and self.ends_window(num_forwards - 1):
+            yield STEP
 
     def finite(self, num_microbatches: int) -> Iterator[Action]:
         """Yield the order of a stream of ``num_microbatches`` that is then drained."""
@@ -113,43 +128,69 @@ class StageSchedule:
         all stages have taken the step by then, and know the rule without being told. None for
         forwards that carry no report.
         """
-        done = microbatch - (self.num_stages + self._extra) + 1
-        if done < self.accumulation or done % self.accumulation:
+        stepped = self._stepped_at_forward(microbatch, 0)
+        if stepped < self.accumulation or stepped % self.accumulation:
             return None
-        return done // self.accumulation - 1
+        return stepped // self.accumulation - 1
 
     @property
     def report_lag(self) -> int:
         """Windows by which the newest downstream report is behind the window of a step.
 
-        ``ceil((stage + 1) / accumulation)`` with the paper's throttle, once the stream has filled.
+        ``ceil((depth of the first stage - depth + 1) / accumulation)`` once the stream has filled,
+        which is ``ceil((stage + 1) / accumulation)`` with the paper's throttle.
         """
-        return -(-(self.stage + 1) // self.accumulation)
-
-    @property
-    def _extra(self) -> int:
-        return self.depth - (self.num_stages - self.stage)
+        return -(-(self.depth_of(0) - self.depth + 1) // self.accumulation)
 
     def _backward(self, microbatch: int) -> tuple[Action, ...]:
         backward = Action(Kind.BACKWARD, microbatch)
+        if self.defer_step:
+            ready = microbatch > 0 and self.ends_window(microbatch - 1)
+            return (STEP, backward) if ready else (backward,)
         return (backward, STEP) if self.ends_window(microbatch) else (backward,)
+
+    def _stepped_at_forward(self, microbatch: int, stage: int) -> int:
+        """Return how many backwards a step of ``stage`` before this forward may cover.
+
+        All that came before, but with ``defer_step`` the last one: it may have ended a window whose
+        step is still to come.
+        """
+        return max(0, microbatch + 1 - self.depth_of(stage) - self.defer_step)
+
+    def version_at_forward(self, microbatch: int, stage: int | None = None) -> int:
+        """Return the steps that this stage, or ``stage``, takes before its forward of a microbatch.
+
+        Counted from the start of the stream.
+        """
+        stage = self.stage if stage is None else stage
+        return self._stepped_at_forward(microbatch, stage) // self.accumulation
 
     def drift(self, microbatch: int) -> int:
         """Steps this stage takes between the forward and the backward of ``microbatch``."""
-        done_at_forward = max(0, microbatch - self.depth + 1)
-        return microbatch // self.accumulation - done_at_forward // self.accumulation
+        return microbatch // self.accumulation - self.version_at_forward(microbatch)
 
     @property
     def drift_bound(self) -> int:
-        """Largest drift of any microbatch on this stage: ``ceil((depth - 1) / accumulation)``."""
-        return -(-(self.depth - 1) // self.accumulation)
+        """Largest drift of any microbatch on this stage.
+
+        ``ceil((depth - 1) / accumulation)``, and ``ceil(depth / accumulation)`` with
+        ``defer_step``.
+        """
+        return -(-(self.depth - 1 + self.defer_step) // self.accumulation)
 
 
 class ScheduleError(ValueError):
     """A set of orders breaks a rule; the message holds the grid up to the fault."""
 
 
-def validate(orders: Sequence[Sequence[Action]], accumulation: int, num_microbatches: int) -> str:
+def validate(
+    orders: Sequence[Sequence[Action]],
+    accumulation: int,
+    num_microbatches: int,
+    *,
+    extra_in_flight: int = 0,
+    defer_step: bool = False,
+) -> str:
     """Check the finite orders of all stages against the rules and return their grid.
 
     Every action takes one time slot (a step takes none) and starts as soon as what it needs is
@@ -159,6 +200,8 @@ def validate(orders: Sequence[Sequence[Action]], accumulation: int, num_microbat
         orders: One sequence of actions per stage, first stage first.
         accumulation: Backward passes per step that every stage must keep.
         num_microbatches: Microbatches that every stage must forward and backward exactly once.
+        extra_in_flight: As in ``StageSchedule``.
+        defer_step: Likewise: a step then comes right after a forward, or when there is none left.
 
     Returns:
         The grid as text: one row per stage, one column per time slot.
@@ -168,6 +211,7 @@ def validate(orders: Sequence[Sequence[Action]], accumulation: int, num_microbat
             or misses, repeats or reorders a microbatch. The message marks the place with ``!``.
     """
     num_stages = len(orders)
+    rule = StageSchedule(0, num_stages, accumulation, extra_in_flight, defer_step)
     position = [0] * num_stages
     cells: list[list[str]] = [[] for _ in orders]
     finished: dict[tuple[int, Action], int] = {}
@@ -180,22 +224,27 @@ def validate(orders: Sequence[Sequence[Action]], accumulation: int, num_microbat
 
     def check(stage: int, action: Action) -> None:
         counts = done[stage]
+        before = orders[stage][position[stage] - 1]
         if action.kind is Kind.STEP:
             if counts[Kind.BACKWARD] != (counts[Kind.STEP] + 1) * accumulation:
                 fail(stage, action, f"step after {counts[Kind.BACKWARD]} backwards, not at the "
                                     f"end of a window of {accumulation}")
+            if defer_step and before.kind is Kind.BACKWARD and (
+                counts[Kind.FORWARD] < num_microbatches
+            ):
+                fail(stage, action, "a deferred step comes after the next forward")
             return
-        if counts[Kind.BACKWARD] == (counts[Kind.STEP] + 1) * accumulation and (
-            action.kind is Kind.BACKWARD
-        ):
+        full = counts[Kind.BACKWARD] == (counts[Kind.STEP] + 1) * accumulation
+        waits = defer_step and action.kind is Kind.FORWARD and before.kind is Kind.BACKWARD
+        if full and not waits:
             fail(stage, action, "the window is full but no step was taken")
         if action.microbatch != counts[action.kind]:
             fail(stage, action, f"expected microbatch {counts[action.kind]}")
         if action.kind is Kind.FORWARD:
             in_flight = counts[Kind.FORWARD] - counts[Kind.BACKWARD]
-            if in_flight >= num_stages - stage:
+            if in_flight >= rule.depth_of(stage):
                 fail(stage, action, f"{in_flight} microbatches are in flight already, the "
-                                    f"throttle allows {num_stages - stage}")
+                                    f"throttle allows {rule.depth_of(stage)}")
         elif action.microbatch >= counts[Kind.FORWARD]:
             fail(stage, action, "backward before its forward")
 

@@ -7,10 +7,10 @@ Megatron sums the two gradients over both stages at every step and lets both upd
 the first stage alone updates. The last stage sends it the gradient of each window; the updated
 weight comes back and is put in place at a fixed forward: the one that carries the downstream report
 of that window (``StageSchedule.reported_window``). Both messages are under way long before they are
-needed, so neither stage waits. At microbatch ``j`` of the stream the copy has version
-``max(0, j + 1 - num_stages) // accumulation``: it is behind the last stage's own version by what
-the first stage's drift is, at most ``ceil((num_stages - 1) / accumulation)``. After a drain both
-are equal.
+needed, so neither stage waits. At a forward of the last stage the copy has the version that the
+first stage had at the same one (``StageSchedule.version_at_forward``). With ``d`` for the depth of
+the first stage that is at most ``ceil((d - 1) / accumulation)`` behind the last stage's own
+version. After a drain both are equal.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_paci.groups import StageGroups
 from megatron_paci.link import Link
 from megatron_paci.optimizers import updated_by
+from megatron_paci.schedule import StageSchedule
 
 
 class TiedEmbedding:
-    """One end of the tied weight.
-
-    Attributes:
-        accumulation: Microbatches per window; changed between drains alone.
-    """
+    """One end of the tied weight."""
 
     def __init__(
         self,
@@ -39,7 +36,6 @@ class TiedEmbedding:
         groups: StageGroups,
         config: Any,
         *,
-        num_stages: int,
         is_owner: bool,
     ):
         """Set up the links; nothing is posted yet.
@@ -50,20 +46,26 @@ class TiedEmbedding:
             optimizer: The stage's Megatron optimizer.
             groups: Communicators, created with ``tied=True``.
             config: Megatron's model configuration; copied.
-            num_stages: Pipeline size.
             is_owner: True on the first stage, False on the last.
         """
         self._parameter = parameter
         self._updated = updated_by(optimizer, parameter)
         self._groups = groups
         self._is_owner = is_owner
-        self._num_stages = num_stages
-        self.accumulation = 1
+        self._windows_taken_late = 0
         self._gradients = Link(groups.tied_gradient, config, dtype=parameter.main_grad.dtype)
         self._weights = Link(groups.tied_weight, config, dtype=parameter.dtype)
         self._steps = 0
         self._weights_sent = 0
         self._weights_taken = 0
+
+    def begin_stream(self, schedule: StageSchedule) -> None:
+        """Take the schedule of the stream that begins."""
+        # The last stage sends the gradient of window w after the forward of (w + 1) a - 1, the last
+        # one before a drain, and takes the weight of window v with that of (v + 1) a + d - 1, or of
+        # the next one where steps are deferred.
+        late = schedule.depth_of(0) + schedule.defer_step
+        self._windows_taken_late = -(-late // schedule.accumulation)
 
     def expect_gradient(self) -> None:
         """Before a window's last backward: let the other stage's gradient come in meanwhile."""
@@ -77,8 +79,7 @@ class TiedEmbedding:
             if self._updated is not None:  # else other replicas update all of it
                 self._gradient.add_(self._gradients.take())
             # The last stage had taken this weight before it sent that gradient.
-            taken = self._steps - -(-self._num_stages // self.accumulation)
-            self._weights.release_sent(taken)
+            self._weights.release_sent(self._steps - self._windows_taken_late)
         elif self._updated is not None:
             # A copy: the buffer is zeroed for the next window before the owner needs this one.
             self._gradients.send(self._steps, self._gradient.clone())

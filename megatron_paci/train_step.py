@@ -38,7 +38,6 @@ def paci_train_step(
     """
     args = get_args()
     stage = installed_stage()
-    skipped_before = stage.window.skipped
     num_microbatches = get_num_microbatches()
     stage.set_accumulation(args.paci_accum or num_microbatches)
     losses = forward_backward_func(
@@ -58,10 +57,10 @@ def paci_train_step(
     # Freeing memory waits for the whole device, in the stream for messages of other stages, too.
     if args.empty_unused_memory_level >= 1 and not stage.engine.streaming:
         torch.cuda.empty_cache()
-    window, totals = stage.window, stage.window.ledger.newest
+    totals = stage.window.ledger.newest
     return (
         average_losses(losses, stage.data_parallel_group) if stage.is_last_stage else {},
-        int(window.skipped > skipped_before),
+        int(stage.has_skipped()),
         False,
         False,
         0,

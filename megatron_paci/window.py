@@ -55,7 +55,7 @@ class MegatronWindow:
         stage: int,
         ledger: Ledger,
         exit_request: ExitRequest,
-        take_num_tokens: Callable[[], int],
+        take_num_tokens: Callable[[int], int],
         tied: TiedEmbedding | None = None,
         has_unused_weights: bool = False,
         abort_on_nonfinite: bool = False,
@@ -67,8 +67,8 @@ class MegatronWindow:
             pg_collection: Groups of this rank that hold no rank of another stage.
             pipeline: The stages of this rank's pipeline, used at drains alone.
             stage: Index of this stage, for messages.
-            take_num_tokens: Returns the loss tokens forwarded since it was called last; asked on
-                the last stage only.
+            take_num_tokens: Returns the loss tokens of so many microbatches, the oldest that it was
+                not called for; asked on the last stage only.
             tied: The tied word embedding, None if this stage holds no copy of one.
             has_unused_weights: Whether a weight never gets a gradient. Megatron overlaps reductions
                 with the backward only if all do; else they start after it.
@@ -101,12 +101,13 @@ class MegatronWindow:
         self.partial = 0
         self.clip_coefficient = 1.0
         self._steps_ahead = 0
+        self._overflows_heard = 0
 
     def begin_stream(self, schedule: StageSchedule) -> None:
         """Take the window length of the stream that begins."""
         self._accumulation = schedule.accumulation
         if self._tied is not None:
-            self._tied.accumulation = schedule.accumulation
+            self._tied.begin_stream(schedule)
 
     def prepare(self, last: bool) -> None:
         """Ready the gradient buffers for a backward; the window's last one starts reductions."""
@@ -114,6 +115,7 @@ class MegatronWindow:
             self._model.zero_grad_buffer()
             self._optimizer.zero_grad()
             self._open = True
+            self._lower_loss_scale()
         if last and self._tied is not None:
             self._tied.expect_gradient()
         if last and not self._has_unused_weights:
@@ -141,7 +143,9 @@ class MegatronWindow:
             self._tied.join_gradients()
         num_tokens = 0
         if self._config.calculate_per_token_loss:
-            num_tokens = self._take_num_tokens() if later is None else later.num_tokens
+            num_tokens = (
+                self._take_num_tokens(self._accumulation) if later is None else later.num_tokens
+            )
             self._scale_by_tokens(num_tokens)
         loss_scale = self._fix_loss_scale(later)
         overflow = self._optimizer.prepare_grads()
@@ -227,6 +231,7 @@ class MegatronWindow:
         for stage in stages:
             self._exit_request.hear_wishes(stage["requests"])
         self._exit_request.decide()
+        self._lower_loss_scale()
         self._share_scalers()
 
     def _share_scalers(self) -> None:
@@ -285,6 +290,13 @@ class MegatronWindow:
                 scaler.scale.fill_(scale)
         return scale
 
+    def _lower_loss_scale(self) -> None:
+        """Let scalers hear of overflows in earlier stages, between windows: each has one scale."""
+        for _ in range(self._overflows_heard):
+            for scaler in self._scalers():
+                scaler.update(True)
+        self._overflows_heard = 0
+
     def _allow_reduction(self) -> None:
         if self._no_sync is not None:
             self._no_sync.__exit__(None, None, None)
@@ -302,8 +314,7 @@ class MegatronWindow:
         """An overflow that began in an earlier stage's backward, after this stage had stepped."""
         self.partial += 1
         self._steps_ahead += 1
-        for scaler in self._scalers():
-            scaler.update(True)
+        self._overflows_heard += 1
         logger.warning(
             "stage %d, window %d: partial update, %d earlier stages have left it out",
             self._stage, report.window, report.skipped,

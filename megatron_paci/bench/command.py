@@ -49,6 +49,11 @@ def add_bench_command(commands: Any) -> None:
     flag("replicas", "D", "data-parallel copies of the pipeline", type=int)
     flag("tensor", "T", "tensor-parallel size; the model has 2 attention heads", type=int)
     flag("accum", "A", "paci: backward passes per optimizer step (default: M)", type=int)
+    flag(
+        "extra_in_flight", "S",
+        "paci: more microbatches in flight for each link between a stage and the last one",
+        type=int,
+    )
     flag("chunks", "V", "interleaved: model chunks per stage", type=int)
     flag("latency", "X", "virtual time of a message between two stages")
     flag("forward_time", "X[,X...]", "virtual time of a forward pass, of all or of each stage")
@@ -124,6 +129,8 @@ def _problems_of_path(path: Path) -> list[str]:
 def table(run: VirtualRun, result: dict[str, Any]) -> str:
     """Return the result as text: a line per stage, then a line per cross-stage collective."""
     accum = f", accumulation {run.accum or run.microbatches}" if run.schedule == "paci" else ""
+    if run.extra_in_flight:
+        accum += f", {run.extra_in_flight} more in flight per link"
     replicas = f", {run.replicas} replicas" if run.replicas > 1 else ""
     tensor = f", tensor parallel {run.tensor}" if run.tensor > 1 else ""
     chunks = f", {run.chunks} chunks" if run.schedule == "interleaved" else ""

@@ -39,6 +39,8 @@ class VirtualRun:
     """Tensor-parallel size: ranks that a stage of one copy is spread over."""
     accum: int | None = None
     """PACI: backward passes per optimizer step; None for all microbatches of an iteration."""
+    extra_in_flight: int = 0
+    """PACI: more microbatches in flight for each link between a stage and the last one."""
     chunks: int = 2
     """Interleaved: model chunks per stage."""
     latency: str = "0"
@@ -66,8 +68,9 @@ class VirtualRun:
     @property
     def warmup_iterations(self) -> int:
         """Iterations before the measured ones."""
-        # The first backward of the first stage comes after one forward per stage.
-        filled = -(-self.stages // max(1, self.microbatches)) + 1
+        # The first backward of the first stage comes after as many forwards as can be in flight.
+        in_flight = self.stages + self.extra_in_flight * (self.stages - 1)
+        filled = -(-in_flight // max(1, self.microbatches)) + 1
         return max(3, filled) if self.warmup is None else self.warmup
 
     def problems(self) -> list[str]:
@@ -90,6 +93,15 @@ class VirtualRun:
                 self.accum is not None and self.schedule in ("1f1b", "interleaved"),
                 f"--accum {self.accum}: has no meaning under --schedule {self.schedule}; drop it, "
                 "or take --schedule paci",
+            ),
+            (
+                self.extra_in_flight < 0,
+                f"--extra-in-flight {self.extra_in_flight}: give 0 or more",
+            ),
+            (
+                self.extra_in_flight > 0 and self.schedule in ("1f1b", "interleaved"),
+                f"--extra-in-flight {self.extra_in_flight}: has no meaning under --schedule "
+                f"{self.schedule}; drop it, or take --schedule paci",
             ),
         ]
         found = [text for broken, text in rules if broken]
@@ -152,6 +164,7 @@ class VirtualRun:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
         if self.schedule == "paci":
             flags += ["--paci-accum", str(self.accum or self.microbatches)]
+            flags += ["--paci-extra-in-flight", str(self.extra_in_flight)]
         return flags + shlex.split(self.megatron_args)
 
     def for_ranks(self, folder: Path) -> dict[str, Any]:

@@ -17,15 +17,16 @@ def predicted_seconds(
     """Return the seconds per iteration of a run's schedule without any delay but the schedule's.
 
     Args:
-        run: ``schedule``, ``num_stages``, ``num_microbatches``, ``accumulation``, ``chunks``.
+        run: ``schedule``, ``num_stages``, ``num_microbatches``, ``accumulation``, ``chunks``,
+            ``extra_in_flight``, ``defer_step``.
         costs: Per stage the seconds of ``forward``, ``backward`` and ``step``.
 
     Returns:
         None where the simulator has no answer: too many passes, or an interleaved schedule whose
         microbatches are no multiple of the stages.
     """
-    n, m = run["num_stages"], run["num_microbatches"]
-    if len(costs) != n or num_passes(n, m, 1) > MOST_PASSES:
+    n, m, extra = run["num_stages"], run["num_microbatches"], run["extra_in_flight"]
+    if len(costs) != n or num_passes(n, m, 1, extra_in_flight=extra) > MOST_PASSES:
         return None
     if run["schedule"] == "interleaved" and (n == 1 or m % n):
         return None
@@ -42,4 +43,5 @@ def _plan(run: Mapping[str, Any], iterations: int) -> Any:
     return plan(
         run["schedule"], run["num_stages"], run["num_microbatches"], iterations=iterations,
         accumulation=run["accumulation"], chunks=run["chunks"],
+        extra_in_flight=run["extra_in_flight"], defer_step=run["defer_step"],
     )

@@ -21,6 +21,7 @@ FINAL_ITERATIONS = 10
 FACTS = (
     "schedule", "accumulation", "chunks", "num_stages", "num_microbatches", "tensor_parallel",
     "data_parallel", "context_parallel", "sequence_length", "seed", "device", "versions",
+    "extra_in_flight", "defer_step",
 )
 
 

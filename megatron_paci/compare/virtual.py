@@ -15,6 +15,7 @@ from megatron_paci.bench.ranks import RankError, run_ranks
 from megatron_paci.bench.results import job_result
 from megatron_paci.bench.virtual import LAST_ITERATIONS
 from megatron_paci.compare.plan import Plan, Run, own_folders
+from megatron_paci.schedule import StageSchedule
 
 RESULT = "virtual.json"
 MOST_ITERATIONS = 8
@@ -60,8 +61,9 @@ def _texts(costs: Sequence[Mapping[str, float]]) -> dict[str, str]:
 def _measure(
     plan: Plan, run: Run, figures: Mapping[str, Any], costs: Mapping[str, str]
 ) -> dict[str, Any]:
-    # The first backward of the first stage comes after one forward per stage.
-    warmup = max(3, -(-figures["num_stages"] // figures["num_microbatches"]) + 1)
+    # The first backward of the first stage comes after as many forwards as can be in flight.
+    in_flight = StageSchedule(0, figures["num_stages"], 1, figures["extra_in_flight"]).depth
+    warmup = max(3, -(-in_flight // figures["num_microbatches"]) + 1)
     iterations = min(MOST_ITERATIONS, len(figures["loss"]) - warmup - LAST_ITERATIONS)
     if iterations < 1:
         return {"error": "too few iterations for a measurement in virtual time; train "

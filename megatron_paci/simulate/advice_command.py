@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_paci.simulate.advice import Candidate, Job, candidate, choose, warnings
 from megatron_paci.simulate.figures import MOST_PASSES
+from megatron_paci.simulate.latency import MoreInFlight, latency_lines, more_in_flight
 from megatron_paci.simulate.models import MODELS, Model
 from megatron_paci.simulate.reading import Reader
 from megatron_paci.simulate.text import number, table
@@ -80,17 +81,20 @@ def run_advice(options: argparse.Namespace, read: Reader) -> tuple[str, dict, An
         for size, speed in zip(sizes, speeds)
     ]
     measured = options.relative_speed is not None
-    chosen = choose(candidates, measured_speeds=measured, limit=limit and limit * GB)
+    in_bytes = limit and limit * GB
+    chosen = choose(candidates, measured_speeds=measured, limit=in_bytes)
     notes = warnings(job, chosen) if chosen else []
+    offers = more_in_flight(job, chosen, limit=in_bytes) if chosen else []
     best = max(entry.samples_per_time(entry.one_f_one_b) for entry in candidates)
     result = {
         "job": asdict(job),
         "candidates": [asdict(entry) | _ratios(entry, best) for entry in candidates],
         "microbatch_size": chosen and chosen.microbatch_size,
         "accumulation": chosen and chosen.microbatches,
+        "more_in_flight": [asdict(offer) for offer in offers],
         "warnings": notes,
     }
-    text = _text(job, candidates, chosen, notes, best, limit, measured=measured)
+    text = _text(job, candidates, chosen, offers, notes, best, limit, measured=measured)
     return text, result, lambda: None
 
 
@@ -218,8 +222,9 @@ def _ratios(entry: Candidate, best: float) -> dict[str, float | None]:
 
 
 def _text(
-    job: Job, candidates: Sequence[Candidate], chosen: Candidate | None, notes: Sequence[str],
-    best: float, limit: float | None, *, measured: bool,
+    job: Job, candidates: Sequence[Candidate], chosen: Candidate | None,
+    offers: list[MoreInFlight], notes: Sequence[str], best: float, limit: float | None, *,
+    measured: bool,
 ) -> str:
     model = job.model
     rows = [("microbatch size", "m = a", "Delta_max", "mean drift", "/ 1F1B", "/ interleaved",
@@ -249,7 +254,7 @@ def _text(
         lines.append(f"No size fits into {number(limit)} GB. Take smaller microbatches, more "
                      "stages, recomputation, tensor parallelism or --distributed-optimizer.")
     else:
-        lines += _recommendation(job, chosen)
+        lines += _recommendation(job, chosen) + latency_lines(job, chosen, offers)
     lines += [f"Warning: {note}" for note in notes]
     lines.append(ASSUMPTIONS.format(
         speeds="The given relative speeds hold for forwards and backwards alike." if measured else

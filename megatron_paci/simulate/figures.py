@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 
+from megatron_paci.schedule import StageSchedule
 from megatron_paci.simulate.orders import Task, Work
 from megatron_paci.simulate.schedules import Plan
 from megatron_paci.simulate.timing import Costs, Event, timeline
@@ -93,10 +94,10 @@ def measure(
 
 
 def num_passes(
-    num_stages: int, num_microbatches: int, iterations: int, *, extra_slots: int = 0
+    num_stages: int, num_microbatches: int, iterations: int, *, extra_in_flight: int = 0
 ) -> int:
     """Return how many forwards ``measure`` times for PACI, which needs most."""
-    in_flight = num_stages + extra_slots * (num_stages - 1)
+    in_flight = StageSchedule(0, num_stages, 1, extra_in_flight).depth
     first, measured = _window(num_stages, num_microbatches, in_flight, iterations)
     return num_stages * num_microbatches * (first + measured + 1)
 

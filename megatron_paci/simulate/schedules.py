@@ -60,22 +60,26 @@ def plan(
     iterations: int = 1,
     accumulation: int | None = None,
     chunks: int = 2,
-    extra_slots: int = 0,
+    extra_in_flight: int = 0,
+    defer_step: bool = False,
 ) -> Plan:
     """Return what the stages do under the schedule called ``name``, one of ``NAMES``.
 
     Args:
         accumulation: PACI: backward passes per step; None for all microbatches of an iteration.
         chunks: Interleaved: model chunks per stage.
-        extra_slots: PACI: more microbatches in flight, so many for each link between a stage and
-            the last one; with them latency need not cost time.
+        extra_in_flight: PACI: as in ``StageSchedule``; with it latency need not cost time.
+        defer_step: PACI: likewise.
     """
     n, m = num_stages, num_microbatches
     plain = [(stage, 0) for stage in range(n)]
     if name == "paci":
-        depths = [n - stage + extra_slots * (n - 1 - stage) for stage in range(n)]
-        found = paci(depths, m, accumulation or m, iterations=iterations)
-        more = f", +{extra_slots} slot{'s' * (extra_slots > 1)} per link" if extra_slots else ""
+        stages = [
+            StageSchedule(stage, n, accumulation or m, extra_in_flight, defer_step)
+            for stage in range(n)
+        ]
+        found = paci(stages, m, iterations=iterations)
+        more = f", +{extra_in_flight} in flight per link" if extra_in_flight else ""
         return replace(found, label=found.label + more)
     generators: dict[str, Callable[[int], Iterator[Task]]] = {
         "gpipe": lambda stage: orders.gpipe(m),
@@ -102,19 +106,17 @@ def plan(
 
 
 def paci(
-    depths: Sequence[int], num_microbatches: int, accumulation: int, *, iterations: int = 1
+    stages: Sequence[StageSchedule], num_microbatches: int, *, iterations: int = 1
 ) -> Plan:
-    """Return PACI with so many microbatches in flight on each stage."""
-    n = len(depths)
-    stages = [StageSchedule(stage, n, accumulation, depth) for stage, depth in enumerate(depths)]
+    """Return PACI with the given orders, first stage first."""
     count = num_microbatches * iterations
     return Plan(
         LABELS["paci"],
         [list(orders.from_actions(stage.finite(count))) for stage in stages],
-        [(stage, 0) for stage in range(n)],
+        [(stage, 0) for stage in range(len(stages))],
         num_microbatches,
         joint_steps=False,
-        in_flight=depths[0],
+        in_flight=stages[0].depth,
         drift=max(stage.drift_bound for stage in stages),
     )
 

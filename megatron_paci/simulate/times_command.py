@@ -30,10 +30,10 @@ FLAGS = {
     ),
     "microbatches": ("M", "microbatches per iteration (required)"),
     "accum": ("A", "paci: backward passes per optimizer step; divides M (default: M)"),
-    "extra-slots": (
+    "extra-in-flight": (
         "S",
         "paci: also time it with S more microbatches in flight for each link between a stage and "
-        "the last one, which hides latency; training cannot do that yet (default: 0)",
+        "the last one, which hides latency (--paci-extra-in-flight; default: 0)",
     ),
     "forward": ("X[,X...]", "time of a forward pass, of all or of each stage (default: 1)"),
     "backward-input": (
@@ -70,13 +70,13 @@ class Simulation:
     microbatches: int
     accum: int
     chunks: int
-    extra_slots: int
+    extra_in_flight: int
     iterations: int
     costs: Costs
     memory: Memory
 
     def plans(self, iterations: int) -> dict[str, Plan]:
-        """Return the schedules by name; PACI with more in flight is ``paci+slots``."""
+        """Return the schedules by name; PACI with more in flight is ``paci+S``."""
         return {name: make(iterations) for name, make in self.makers().items()}
 
     def makers(self) -> dict[str, Any]:
@@ -86,8 +86,10 @@ class Simulation:
             arguments = {"accumulation": self.accum, "chunks": self.chunks}
             make = partial(self._plan, name, **arguments)
             makers[name] = make
-            if name == "paci" and self.extra_slots:
-                makers["paci+slots"] = partial(make, extra_slots=self.extra_slots)
+            if name == "paci" and self.extra_in_flight:
+                makers[f"paci+{self.extra_in_flight}"] = partial(
+                    make, extra_in_flight=self.extra_in_flight
+                )
         return makers
 
     def _plan(self, name: str, iterations: int, **arguments: int) -> Plan:
@@ -185,15 +187,15 @@ def _read(options: argparse.Namespace, read: Reader) -> tuple[Simulation, list[s
                     "more than --activation-memory; give at most as much")
     static = read.stages("static-memory", options.static_memory, n, Fraction(0))
     iterations = read.whole("iterations", options.iterations, 8)
-    extra = read.whole("extra-slots", options.extra_slots, 0, least=0)
-    if num_passes(n, m, iterations, extra_slots=extra) > MOST_PASSES:
+    extra = read.whole("extra-in-flight", options.extra_in_flight, 0, least=0)
+    if num_passes(n, m, iterations, extra_in_flight=extra) > MOST_PASSES:
         read.problems.append(
-            "--stages, --microbatches, --iterations, --extra-slots: too many passes to time; give "
-            "smaller ones, e.g. --iterations 1"
+            "--stages, --microbatches, --iterations, --extra-in-flight: too many passes to time; "
+            "give smaller ones, e.g. --iterations 1"
         )
     simulation = Simulation(
         schedules, n, m, accum, chunks,
-        extra_slots=extra,
+        extra_in_flight=extra,
         iterations=iterations,
         costs=Costs(*lists, latency=read.number("latency", options.latency, Fraction(0))),
         memory=Memory(activations, retained, static),

@@ -9,6 +9,7 @@ from functools import cache
 from hypothesis import strategies as st
 
 from megatron_paci.compatibility import violations
+from tests.gloo.scenarios import variant_flags
 
 ITERATIONS = 4
 HIDDEN, SEQUENCE = 32, 16
@@ -76,6 +77,8 @@ class Setup:
     context: int = 1
     microbatches: int = 4
     accumulation: int = 2
+    extra_in_flight: int = 0
+    defer_step: bool = False
     micro_batch_size: int = 1
     precision: str = "fp32"
     tied: bool = False
@@ -146,14 +149,18 @@ class Setup:
 
     def stream(self) -> list[str]:
         local = "--paci-clip local" if self.clip == "local" else ""
-        paci = f"--pipeline-schedule paci --paci-accum {self.accumulation}"
+        variant = variant_flags(self.extra_in_flight, self.defer_step)
+        paci = f"--pipeline-schedule paci --paci-accum {self.accumulation} {variant}"
         return f"{self.common()} {NEVER} {CLIP[self.clip]} {paci} {local}".split()
 
     def runs(self) -> dict[str, dict]:
         """Return the scenarios of the four trainings."""
         return {
             "stock": {"arguments": self.drained(), "plugin": False},
-            "drained": {"arguments": [*self.drained(), "--pipeline-schedule", "paci"]},
+            "drained": {"arguments": [
+                *self.drained(), "--pipeline-schedule", "paci",
+                *variant_flags(self.extra_in_flight, self.defer_step).split(),
+            ]},
             "stream": {"arguments": self.stream(), "collectives": True},
             "again": {"arguments": self.stream(), "sleep_ms": 5},
         }
@@ -194,6 +201,8 @@ def setups(draw) -> Setup:
         context=context,
         microbatches=microbatches,
         accumulation=draw(st.sampled_from(divisors)),
+        extra_in_flight=draw(st.sampled_from([0, 0, 1, 2])),
+        defer_step=draw(st.booleans()),
         micro_batch_size=draw(st.integers(1, 2)),
         precision=draw(st.sampled_from(list(PRECISION))),
         tied=draw(st.booleans()),

@@ -1,8 +1,9 @@
 """An oracle: the whole pipeline replayed in one process, without the code of the schedule.
 
 It knows only the definition: a stage forwards while fewer than N - i of its microbatches wait for
-their backward, else takes the oldest backward, and steps after every ``accumulation`` of them; and
-the documented rules of what a step uses of other stages. The stages are real Megatron models with
+their backward (or s more for each later stage), else takes the oldest backward, and steps after
+every ``accumulation`` of them, at once or right before the next one; and the documented rules of
+what a step uses of other stages. The stages are real Megatron models with
 real Megatron optimizers; their messages are plain queues. Where stages are spread over several
 ranks (tensor, data, context or expert parallel), each of as many processes replays its part of all
 stages.
@@ -76,7 +77,7 @@ class ReplayStage:
             optimizer_config, [self.model], config_overrides=overrides
         )
         self.scheduler = training.get_optimizer_param_scheduler(self.optimizer)
-        self.index, self.depth = index, num_stages - index
+        self.index = index
         self.is_last = index == num_stages - 1
         self.data_iterator = data_iterator
         self.waiting: deque = deque()
@@ -84,7 +85,8 @@ class ReplayStage:
         self.gradients: deque = deque()
         self.forwards = self.backwards = self.steps = self.skipped = 0
         self.losses: list = []
-        self.tokens = 0
+        self.owes_step = False
+        self.tokens: list[int] = []  # by microbatch, of windows to come
         self.squares: list[float] = []  # by window
         self.window_tokens: list[int] = []
         self.skips: list[bool] = []
@@ -99,6 +101,7 @@ class ReplayStage:
 def replay_training(
     seen: dict, train_args: tuple, *, num_stages: int, accumulation: int, initial: str,
     streams: list[list[int]] | None = None, clip: str = "pipelined", poison: dict | None = None,
+    extra_in_flight: int = 0, defer_step: bool = False,
 ):
     """Replay all iterations; stands in for Megatron's ``train``.
 
@@ -109,6 +112,8 @@ def replay_training(
             iteration, microbatches per window) of each.
         clip: Rule of the clipping norm.
         poison: ``stage`` and ``microbatch`` whose backward gives NaN.
+        extra_in_flight: More microbatches in flight for each later stage.
+        defer_step: Whether a step waits for one more forward.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
@@ -124,7 +129,7 @@ def replay_training(
     streams = streams or [[args.train_iters, get_num_microbatches(), accumulation]]
     for iterations, microbatches, window in streams:
         before = len(losses)
-        rules = Rules(window, forward_step_func, clip, poison or {})
+        rules = Rules(window, forward_step_func, clip, poison or {}, extra_in_flight, defer_step)
         run_stream(stages, iterations * microbatches, rules)
         for start in range(before, len(losses), microbatches):
             total = torch.stack([entry["lm loss"] for entry in losses[start:start + microbatches]])
@@ -144,6 +149,12 @@ class Rules:
     forward_step_func: Callable
     clip: str
     poison: dict
+    extra_in_flight: int
+    defer_step: bool
+
+    def depth(self, stages: list, index: int) -> int:
+        """Return the most microbatches that wait for their backward on a stage."""
+        return len(stages) - index + self.extra_in_flight * (len(stages) - 1 - index)
 
 
 def run_stream(stages: list[ReplayStage], total: int, rules: Rules) -> None:
@@ -151,17 +162,24 @@ def run_stream(stages: list[ReplayStage], total: int, rules: Rules) -> None:
     for stage in stages:
         stage.forwards = stage.backwards = 0
         stage.first_window = stage.steps
-    while any(stage.backwards < total for stage in stages):
+    while any(stage.backwards < total or stage.owes_step for stage in stages):
         moved = False
         for index, stage in enumerate(stages):
-            if stage.forwards < total and len(stage.waiting) < stage.depth:
+            if stage.forwards < total and len(stage.waiting) < rules.depth(stages, index):
                 if index == 0 or stage.inputs:
                     forward(stages, index, rules)
                     moved = True
             elif stage.waiting and (stage.is_last or stage.gradients):
+                if stage.owes_step:
+                    step(stages, index, total, rules)
                 backward(stages, index, rules)
                 if stage.backwards % rules.accumulation == 0:
-                    step(stages, index, total, rules)
+                    stage.owes_step = True
+                    if not rules.defer_step:
+                        step(stages, index, total, rules)
+                moved = True
+            elif stage.owes_step and not any(later.owes_step for later in stages[index + 1:]):
+                step(stages, index, total, rules)  # no backward follows any more
                 moved = True
         assert moved, "the replay is stuck"
     if stages[-1].tied is not None and len(stages) > 1:
@@ -175,7 +193,8 @@ def forward(stages, index: int, rules: Rules) -> None:
     stage = stages[index]
     if stage.tied is not None and stage.is_last and index:
         # The copy has the version that the first stage had when it sent this microbatch.
-        version = max(0, stage.forwards + 1 - len(stages)) // rules.accumulation
+        behind = rules.depth(stages, 0) + rules.defer_step
+        version = max(0, stage.forwards + 1 - behind) // rules.accumulation
         with torch.no_grad():
             stage.tied.copy_(stages[0].tied_versions[stage.first_window + version])
     received = stage.inputs.popleft() if index else None
@@ -185,7 +204,7 @@ def forward(stages, index: int, rules: Rules) -> None:
         is_last_stage=stage.is_last,
     )
     stage.forwards += 1
-    stage.tokens += int(tokens)
+    stage.tokens.append(int(tokens))
     stage.waiting.append((received, output))
     if not stage.is_last:
         stages[index + 1].inputs.append(output.detach().clone().requires_grad_())
@@ -228,8 +247,8 @@ def step(stages, index: int, total: int, rules: Rules) -> None:
             stage.tied.main_grad.add_(last.tied_gradients[window])
     if stage.config.calculate_per_token_loss:
         if stage.is_last:
-            stage.window_tokens.append(stage.tokens)
-            stage.tokens = 0
+            stage.window_tokens.append(sum(stage.tokens[:rules.accumulation]))
+            del stage.tokens[:rules.accumulation]
         tokens = torch.tensor(last.window_tokens[window])
         torch.distributed.all_reduce(tokens, group=stage.groups.dp_cp)
         stage.model.scale_gradients(1.0 / tokens)
@@ -243,9 +262,10 @@ def step(stages, index: int, total: int, rules: Rules) -> None:
     # The newest window whose report has come down: it rides with the first forward after the
     # first stage's step, and no forward comes any more at the end of the stream.
     in_stream = window - stage.first_window
+    depth = rules.depth(stages, 0)
     newest = min(
-        in_stream - math.ceil((index + 1) / rules.accumulation),
-        (total - len(stages)) // rules.accumulation - 1,
+        in_stream - math.ceil((depth - rules.depth(stages, index) + 1) / rules.accumulation),
+        (total - depth - rules.defer_step) // rules.accumulation - 1,
     )
     norm = own_norm
     if rules.clip == "pipelined" and (index < len(stages) - 1 or (newest >= 0 and index)):
@@ -276,5 +296,6 @@ def step(stages, index: int, total: int, rules: Rules) -> None:
     samples = get_args().micro_batch_size * stage.groups.dp.size()
     stage.scheduler.step(increment=rules.accumulation * samples)
     stage.steps += 1
+    stage.owes_step = False
     if stage.tied is not None and index == 0:
         stage.tied_versions.append(stage.tied.detach().clone())

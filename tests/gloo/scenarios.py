@@ -14,6 +14,11 @@ EVERY = "--eval-interval 1 --eval-iters 1 --clip-grad 0"
 OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 
+def variant_flags(extra_in_flight: int = 0, defer_step: bool = False) -> str:
+    """Return the flags of a variation of the order."""
+    return f"--paci-extra-in-flight {extra_in_flight}" + " --paci-defer-step" * defer_step
+
+
 def drained_pair(name: str, num_stages: int, extra: str, base: str = TINY_GPT) -> dict[str, dict]:
     """Return ``stock-<name>`` without any hook and ``paci-<name>``, drained every window."""
     command = flags(num_stages, f"{EVERY} {extra}", base)

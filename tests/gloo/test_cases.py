@@ -49,6 +49,9 @@ def two(tmp_path_factory):
     add("paci-logged", f"{logged} {PACI} 2", DEFAULT_RERUN)
     add("poisoned", f"{PACI} 4", DEFAULT_RERUN,
         poison={"stage": 1, "microbatch": 10, "where": "backward"})
+    # In the fourth window, whose step the drain for the evaluation takes.
+    add("poisoned-deferred", f"{PACI} 4 --paci-defer-step --eval-interval 1 --eval-iters 1",
+        DEFAULT_RERUN, poison={"stage": 1, "microbatch": 14, "where": "backward"})
     for name, schedule in (("stock-clipped", ""), ("paci-clipped", f"{PACI} 4")):
         add(name, f"--clip-grad 0.01 {schedule}", stages=1)  # two replicas of one stage
 
@@ -172,6 +175,12 @@ def test_a_skipped_update_is_counted_where_megatron_counts_and_nothing_runs_agai
     assert re.findall(r"skipped iterations: +(\d+)", output(folder, 1, "poisoned")) == list("0100")
 
 
+def test_an_update_that_is_skipped_in_a_drain_counts_in_the_next_iteration(two):
+    ranks = two[0]["poisoned-deferred"]
+    assert [rank["step_skipped"] for rank in ranks] == [[0, 0, 1, 0]] * 2
+    assert [rank["finite"] for rank in ranks] == [True, True]
+
+
 # 12: low-precision weights that are cached
 
 
@@ -180,8 +189,8 @@ def test_the_first_forward_of_every_version_is_marked_not_that_of_an_iteration(t
         (two, "paci-masked", 2, 2, 16), (four, "paci-m2", 4, 1, 6), (four, "paci-m1", 4, 1, 6),
     ):
         for stage, rank in enumerate(runs[0][name]):
-            depth = StageSchedule(stage, num_stages, accumulation).depth
-            versions = {max(0, j - depth + 1) // accumulation for j in range(total)}
+            schedule = StageSchedule(stage, num_stages, accumulation)
+            versions = {schedule.version_at_forward(j) for j in range(total)}
             assert rank["first_marks"] == sorted(versions)
 
 

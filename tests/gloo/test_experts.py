@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gloo.launch import TINY_GPT, flags, launch
-from tests.gloo.scenarios import TIED, drained_pair, replay_of
+from tests.gloo.scenarios import TIED, drained_pair, replay_of, variant_flags
 
 FROZEN = "--lr 1e-20 --clip-grad 0"
 STREAM = "--pipeline-schedule paci --paci-accum 2"
@@ -75,6 +75,9 @@ def two(folder):
             "arguments": flags(2, f"{STREAM} --clip-grad 0.5 {extra}", base),
             "save_initial": str(folder / name),
         }
+    # Its routers count one more forward before the step.
+    deferred = [*scenarios["stream-expert-bias"]["arguments"], *variant_flags(1, True).split()]
+    scenarios["stream-expert-bias-deferred"] = {"arguments": deferred}
     return launch(2, scenarios, folder / "two", seconds=400)
 
 
@@ -102,6 +105,11 @@ def one(folder, two):
     for name in REPLAYED:
         extra, base = VARIANTS[name]
         scenarios[name] = replay_of(folder / name, f"--clip-grad 0.5 {extra}", base)
+    extra, base = VARIANTS["expert-bias"]
+    scenarios["expert-bias-deferred"] = replay_of(
+        folder / "expert-bias", f"--clip-grad 0.5 {extra}", base, extra_in_flight=1,
+        defer_step=True,
+    )
     return launch(1, scenarios, folder / "one", seconds=300)
 
 
@@ -124,7 +132,7 @@ def test_4_drained_every_window_equals_1f1b(two, four, name):
     )
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", [*REPLAYED, "expert-bias-deferred"])
 def test_5_a_stream_equals_its_replay(two, one, name):
     ranks, replay = two[f"stream-{name}"], one[name][0]
     assert ranks[-1]["losses"] == replay["losses"] and len(replay["losses"]) == 4

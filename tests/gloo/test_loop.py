@@ -45,6 +45,10 @@ def two(tmp_path_factory):
         "fp16": run(2, 4, megatron_args=f"{LOGGING} --fp16 --initial-loss-scale 1024"),
         "experts": run(2, 4, megatron_args=f"{LOGGING} {EXPERTS}"),
         "latency": run(2, 4, latency="1/20"),
+        "deferred": run(
+            2, 4, accum=2, megatron_args=f"{LOGGING} --paci-defer-step", extra_in_flight=1,
+            latency="1/10",
+        ),
     }
     found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("two"), seconds=400)
     return dict(zip(runs, found))
@@ -73,7 +77,7 @@ def eight(tmp_path_factory):
     return dict(zip(runs, found))
 
 
-TWO = ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16", "experts")
+TWO = ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16", "experts", "deferred")
 ALL = [("two", name) for name in TWO]
 ALL += [("four", name) for name in ("m2", "m4", "m8a2")]
 ALL += [("eight", name) for name in ("m1", "m8", "dp", "dp-a2", "tp", "sharded")]

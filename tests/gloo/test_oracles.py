@@ -9,7 +9,7 @@ import pytest
 
 from megatron_paci.schedule import StageSchedule
 from tests.gloo.launch import flags, launch
-from tests.gloo.scenarios import EVERY, drained_pair, replay_of
+from tests.gloo.scenarios import EVERY, drained_pair, replay_of, variant_flags
 
 ITERATIONS = 4
 PACI = "--clip-grad 0 --pipeline-schedule paci"
@@ -22,11 +22,20 @@ VARIANTS = {
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm",
 }
 STREAMS = {
-    # name: (number of stages, global batch, accumulation); microbatches are of two sequences
-    f"n{n}m{m}a{a}": (n, 2 * m, a)
-    for n, m, a in [(2, 8, 1), (2, 8, 2), (2, 8, 8), (2, 1, 1), (4, 8, 1), (4, 8, 2), (4, 8, 8),
-                    (4, 2, 1), (4, 2, 2), (4, 3, 3)]
+    # name: (number of stages, global batch, accumulation, more in flight per link, deferred step);
+    # microbatches are of two sequences
+    f"n{n}m{m}a{a}" + f"s{s}" * (s > 0) + "d" * deferred: (n, 2 * m, a, s, deferred)
+    for n, m, a, s, deferred in [
+        *((n, m, a, 0, False) for n, m, a in [
+            (2, 8, 1), (2, 8, 2), (2, 8, 8), (2, 1, 1), (4, 8, 1), (4, 8, 2), (4, 8, 8),
+            (4, 2, 1), (4, 2, 2), (4, 3, 3)
+        ]),
+        (2, 2, 1, 1, False), (4, 8, 2, 2, False), (4, 6, 6, 1, False),
+        (2, 8, 1, 0, True), (4, 8, 4, 0, True), (4, 6, 2, 1, True),
+    ]
 }
+# Drained after every window these make no difference.
+VARIATIONS = {"s1": (1, False), "s2": (2, False), "deferred": (0, True), "s1-deferred": (1, True)}
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +53,28 @@ def drained_pairs(num_stages: int, variants: dict[str, str]) -> dict[str, dict]:
 def streams(num_stages: int, folder) -> dict[str, dict]:
     return {
         name: {
-            "arguments": flags(n, f"{PACI} --paci-accum {a} --global-batch-size {batch}"),
+            "arguments": flags(
+                n, f"{PACI} --paci-accum {a} --global-batch-size {batch} {variant_flags(*variant)}"
+            ),
             "save_initial": str(folder / name),
         }
-        for name, (n, batch, a) in STREAMS.items()
+        for name, (n, batch, a, *variant) in STREAMS.items()
         if n == num_stages
+    }
+
+
+def variations(num_stages: int) -> dict[str, dict]:
+    """Return drained runs that are compared with ``stock-plain``."""
+    paci = f"{EVERY} --pipeline-schedule paci"
+    return {
+        f"paci-{name}": {"arguments": flags(num_stages, f"{paci} {variant_flags(*variant)}")}
+        for name, variant in VARIATIONS.items()
     }
 
 
 @pytest.fixture(scope="module")
 def two(folder):
-    scenarios = drained_pairs(2, VARIANTS) | streams(2, folder)
+    scenarios = drained_pairs(2, VARIANTS) | streams(2, folder) | variations(2)
     scenarios["off"] = {"arguments": flags(2, EVERY)}
     scenarios["1f1b"] = {"arguments": flags(2, f"{EVERY} --pipeline-schedule 1f1b")}
     scenarios["again"] = {**scenarios["n2m8a2"], "save_initial": None, "sleep_ms": 5}
@@ -68,9 +88,8 @@ def two(folder):
 def four(folder):
     variants = {"plain": "", "uneven": "--num-layers 6 --decoder-first-pipeline-num-layers 1 "
                                        "--decoder-last-pipeline-num-layers 1"}
-    return launch(
-        4, drained_pairs(4, variants) | streams(4, folder), folder / "four", seconds=300
-    )
+    scenarios = drained_pairs(4, variants) | streams(4, folder) | variations(4)
+    return launch(4, scenarios, folder / "four", seconds=300)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +102,10 @@ def one(folder, two, four):
         "stock-quarter": {"arguments": flags(1, quarter), "plugin": False},
         "paci-quarter": {"arguments": flags(1, "--pipeline-schedule paci --paci-accum 2")},
     }
-    for name, (n, batch, a) in STREAMS.items():
+    for name, (n, batch, a, extra, deferred) in STREAMS.items():
         scenarios[name] = replay_of(
             folder / name, f"--clip-grad 0 --global-batch-size {batch}",
-            num_stages=n, accumulation=a,
+            num_stages=n, accumulation=a, extra_in_flight=extra, defer_step=deferred,
         )
     return launch(1, scenarios, folder / "one", seconds=240)
 
@@ -115,6 +134,14 @@ def test_4_drained_every_window_equals_1f1b_on_four_stages(four, variant):
     assert four[f"paci-{variant}"][3]["statistics"]["updates"] == ITERATIONS
 
 
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_4_drained_every_window_more_in_flight_and_a_deferred_step_change_nothing(
+    two, four, variation
+):
+    for runs in (two, four):
+        assert outcome(runs[f"paci-{variation}"]) == outcome(runs["stock-plain"])
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_5_a_replay_in_one_process_equals_the_distributed_run(two, four, one, name):
     ranks, replay = (two | four)[name], one[name][0]
@@ -126,16 +153,17 @@ def test_5_a_replay_in_one_process_equals_the_distributed_run(two, four, one, na
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_1_2_actions_drift_and_queue_are_those_of_the_schedule(two, four, name):
-    num_stages, batch, accumulation = STREAMS[name]
+    num_stages, batch, accumulation, extra, deferred = STREAMS[name]
     total = batch // 2 * ITERATIONS
     for stage, rank in enumerate((two | four)[name]):
-        schedule = StageSchedule(stage, num_stages, accumulation)
+        schedule = StageSchedule(stage, num_stages, accumulation, extra, deferred)
         assert rank["actions"] == [str(action) for action in schedule.finite(total)]
         drifts = [schedule.drift(j) for j in range(total)]
         statistics = rank["statistics"]
         assert statistics["drift_counts"] == {str(d): drifts.count(d) for d in sorted(set(drifts))}
         assert statistics["drift_max"] <= schedule.drift_bound
-        assert statistics["in_flight_max"] == min(num_stages - stage, total)
+        depth = num_stages - stage + extra * (num_stages - 1 - stage)
+        assert statistics["in_flight_max"] == min(depth, total)
 
 
 def test_2_no_copy_of_the_weights_is_kept(two):
@@ -158,8 +186,10 @@ def test_7_two_runs_are_equal_whatever_the_timing(two):
     assert two["again"][0]["actions"] == two["n2m8a2"][0]["actions"]
 
 
-def test_delay_changes_the_numbers(two):
+def test_delay_changes_the_numbers(two, four):
     """Guards the oracles: a stream that was drained all the time would pass them, too."""
+    assert two["n2m8a1d"][1]["weights"] != two["n2m8a1"][1]["weights"]
+    assert four["n4m8a2s2"][0]["weights"] != four["n4m8a2"][0]["weights"]
     assert two["n2m8a8"][1]["losses"][0] == two["paci-plain"][1]["losses"][0]
     assert two["n2m8a8"][1]["losses"][1:] != two["paci-plain"][1]["losses"][1:]
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.gloo.launch import TINY_GPT, flags, launch
-from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of
+from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of, variant_flags
 
 TENSOR = "--tensor-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"
@@ -40,8 +40,14 @@ SETUPS = {
 # Streams that are replayed; each of two processes replays its part of both stages.
 REPLAYED = ("tp", "tp-tied", "sp-bf16", "dp", "dp-tied-bf16", "sharded-overlaps", "sharded-tied",
             "sharded-tied-overlaps-bf16", "cp")
+# The same with a deferred step, and more microbatches in flight than its link needs.
+DEFERRED = {
+    "dp": (0, True), "dp-overlap": (0, True), "sharded-overlaps": (0, True),
+    "sharded-tied-overlaps-bf16": (1, True),
+}
 # Gathering late or early, reducing late or early: the same numbers.
-SAME = [("sharded", "sharded-overlap"), ("sharded", "sharded-overlaps"), ("dp", "dp-overlap")]
+SAME = [("stream-sharded", "stream-sharded-overlap"), ("stream-sharded", "stream-sharded-overlaps"),
+        ("stream-dp", "stream-dp-overlap"), ("deferred-stream-dp", "deferred-stream-dp-overlap")]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,12 @@ def ranks(folder):
         scenarios[f"stream-{name}"] = {
             "arguments": stream, "save_initial": str(folder / name) if name in REPLAYED else None
         }
+    for name, variant in DEFERRED.items():
+        for kind in ("paci", "stream"):
+            arguments = scenarios[f"{kind}-{name}"]["arguments"]
+            scenarios[f"deferred-{kind}-{name}"] = {
+                "arguments": [*arguments, *variant_flags(*variant).split()]
+            }
     scenarios["again"] = {
         **scenarios["stream-sharded-overlaps"], "save_initial": None, "sleep_ms": 5
     }
@@ -74,6 +86,11 @@ def ranks(folder):
 @pytest.fixture(scope="module")
 def replays(folder, ranks):
     scenarios = {name: replay_of(folder / name, *SETUPS[name]) for name in REPLAYED}
+    for name, (extra, deferred) in DEFERRED.items():
+        if name in REPLAYED:
+            scenarios[f"deferred-{name}"] = replay_of(
+                folder / name, *SETUPS[name], extra_in_flight=extra, defer_step=deferred
+            )
     return launch(2, scenarios, folder / "replays", seconds=300)
 
 
@@ -101,9 +118,17 @@ def test_4_drained_every_window_equals_1f1b(ranks, name):
     assert_same_training(ranks[f"stock-{name}"], ranks[f"paci-{name}"])
 
 
-@pytest.mark.parametrize("name", REPLAYED)
-def test_5_a_stream_equals_its_replay(ranks, replays, name):
-    found, replayed = ranks[f"stream-{name}"], replays[name]
+@pytest.mark.parametrize("name", DEFERRED)
+def test_4_drained_every_window_a_deferred_step_equals_1f1b(ranks, name):
+    assert_same_training(ranks[f"stock-{name}"], ranks[f"deferred-paci-{name}"])
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [("", name) for name in REPLAYED] + [("deferred-", n) for n in DEFERRED if n in REPLAYED],
+)
+def test_5_a_stream_equals_its_replay(ranks, replays, kind, name):
+    found, replayed = ranks[f"{kind}stream-{name}"], replays[f"{kind}{name}"]
     assert [rank["losses"] for rank in found[2:]] == [replay["losses"] for replay in replayed]
     assert len(found[2]["losses"]) == 4
     for stage in (0, 1):
@@ -132,7 +157,7 @@ def test_replicas_stay_equal_while_the_stream_runs(ranks, name):
 
 @pytest.mark.parametrize("one, other", SAME)
 def test_overlapping_communication_changes_no_number(ranks, one, other):
-    for first, second in zip(ranks[f"stream-{one}"], ranks[f"stream-{other}"], strict=True):
+    for first, second in zip(ranks[one], ranks[other], strict=True):
         assert first["losses"] == second["losses"] and first["weights"] == second["weights"]
 
 

@@ -27,6 +27,10 @@ NAMED_CASES = {
         replicas=2, microbatches=3, accumulation=1, reduction="sharded-overlaps", precision="bf16",
         clip="pipelined", dropout=0.1,
     ),
+    "more in flight, deferred steps": Setup(
+        replicas=2, microbatches=4, accumulation=1, extra_in_flight=1, defer_step=True,
+        reduction="overlap", precision="fp16-dynamic", tied=True, clip="pipelined", per_token=True,
+    ),
     "sequence parallel, recomputed": Setup(
         tensor=2, accumulation=1, sequence_parallel=True, recompute="uniform", dropout=0.1,
         layers="layout", architecture=("gqa", "rmsnorm", "rope", "swiglu"),
@@ -99,13 +103,16 @@ def test_the_invariants_hold(pool, coverage, setup):
 def check_1_2_order_drift_and_queue(setup: Setup, stream: list[dict]) -> None:
     total = setup.microbatches * ITERATIONS
     for rank, seen in enumerate(stream):
-        schedule = StageSchedule(setup.stage_of(rank), setup.stages, setup.accumulation)
+        schedule = StageSchedule(
+            setup.stage_of(rank), setup.stages, setup.accumulation, setup.extra_in_flight,
+            setup.defer_step,
+        )
         assert seen["actions"] == [str(action) for action in schedule.finite(total)]
         drifts = [schedule.drift(j) for j in range(total)]
         statistics = seen["statistics"]
         assert statistics["drift_counts"] == {str(d): drifts.count(d) for d in sorted(set(drifts))}
         assert statistics["drift_max"] <= schedule.drift_bound
-        assert statistics["in_flight_max"] == min(setup.stages - schedule.stage, total)
+        assert statistics["in_flight_max"] == min(schedule.depth, total)
 
 
 def check_2_no_copy_of_the_weights(setup: Setup, stock: list[dict], drained: list[dict]) -> None:

@@ -11,7 +11,7 @@ import math
 import pytest
 
 from tests.gloo.launch import TINY_GPT, RankError, flags, launch
-from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of
+from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of, variant_flags
 
 MASKED = "--calculate-per-token-loss"
 ITERATIONS = 4
@@ -37,7 +37,14 @@ STREAMS = {
     "tied-a4": (4, "", TIED, {}),
     "per-token-a2": (2, MASKED, TIED, {}),
     "nan-a2": (2, "--clip-grad 0.5", TINY_GPT, {"poison": {"stage": 1, "microbatch": 9}}),
+    "tied-a2-s1": (2, "--clip-grad 0.3", TIED, {"extra_in_flight": 1}),
+    "per-token-a2-deferred": (2, MASKED, TIED, {"defer_step": True}),
+    "nan-a1-deferred": (1, "--clip-grad 0.5", TINY_GPT, {
+        "defer_step": True, "extra_in_flight": 1, "poison": {"stage": 1, "microbatch": 9},
+    }),
 }
+# Drained with a deferred step, against the same 1F1B.
+DEFERRED = ("tied-bf16", "tied-per-token", "fp16")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +56,10 @@ def streams(num_stages: int, folder) -> dict[str, dict]:
     scenarios = {}
     for name, (accumulation, extra, base, rules) in STREAMS.items():
         poison = rules.get("poison")
+        variant = variant_flags(rules.get("extra_in_flight", 0), rules.get("defer_step", False))
+        paci = f"--pipeline-schedule paci --paci-accum {accumulation} {variant}"
         scenarios[name] = {
-            "arguments": flags(
-                num_stages, f"--pipeline-schedule paci --paci-accum {accumulation} {extra}", base
-            ),
+            "arguments": flags(num_stages, f"{paci} {extra}", base),
             "save_initial": str(folder / f"{name}-{num_stages}"),
             "poison": poison and {**poison, "where": "backward"},
         }
@@ -76,11 +83,16 @@ def two(folder):
     scenarios = streams(2, folder)
     for name, (extra, base) in DRAINED.items():
         scenarios |= drained_pair(name, 2, extra, base)
+        if name in DEFERRED:
+            paci = scenarios[f"paci-{name}"]["arguments"]
+            scenarios[f"deferred-{name}"] = {"arguments": [*paci, "--paci-defer-step"]}
     scenarios |= poisoned(2)
     scenarios["overflow"] = {
         "arguments": flags(2, "--pipeline-schedule paci --paci-accum 4 --fp16 "
                               "--initial-loss-scale 8388608 --hysteresis 1")
     }
+    overflowing = scenarios["overflow"]["arguments"]
+    scenarios["overflow-deferred"] = {"arguments": [*overflowing, "--paci-defer-step"]}
     scenarios["overflow-drained"] = {
         "arguments": flags(2, "--eval-interval 1 --eval-iters 1 --pipeline-schedule paci --fp16 "
                               "--initial-loss-scale 4096 --hysteresis 1"),
@@ -171,6 +183,13 @@ def test_drained_every_window_equals_1f1b(two, name):
             assert paci[key] == stock[key]
 
 
+@pytest.mark.parametrize("name", DEFERRED)
+def test_drained_every_window_a_deferred_step_equals_1f1b(two, name):
+    for stock, paci in zip(two[f"stock-{name}"], two[f"deferred-{name}"]):
+        for key in ("losses", "evaluations", "weights", "optimizer", "learning_rate"):
+            assert paci[key] == stock[key]
+
+
 def test_tied_on_four_stages_equals_1f1b(four):
     for stock, paci in zip(four["stock-tied"], four["paci-tied"]):
         assert (paci["losses"], paci["weights"]) == (stock["losses"], stock["weights"])
@@ -241,8 +260,9 @@ def test_abort_ends_training_with_the_reason(tmp_path):
         launch(2, {"abort": scenario}, tmp_path, seconds=120, fresh=True)
 
 
-def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(two):
-    ranks = two["overflow"]
+@pytest.mark.parametrize("name", ["overflow", "overflow-deferred"])
+def test_an_fp16_overflow_lowers_the_scale_and_training_goes_on(two, name):
+    ranks = two[name]
     assert all(rank["finite"] for rank in ranks)
     skipped = [rank["skipped"] for rank in ranks]
     assert 0 < skipped[0] < 8 and skipped[0] == skipped[1] + ranks[1]["partial"]

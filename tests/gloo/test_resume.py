@@ -35,6 +35,10 @@ TWO = {
 FOUR = {
     "replicas": (f"{OVERLAPPING} --global-batch-size 16", {"replicas": ""}),
     "tensors": ("--tensor-model-parallel-size 2", {"tensors-torch": "--ckpt-format torch"}),
+    "deferred": (
+        "--overlap-grad-reduce --global-batch-size 16 --paci-defer-step --paci-extra-in-flight 1",
+        {"deferred": ""},
+    ),
 }
 STOPPED = [
     (ranks, whole, name)

@@ -78,6 +78,8 @@ def runs(stages: int, folder: Path) -> dict[str, VirtualRun]:
         f"interleaved-m{m}": run(stages, m, "interleaved") for m in (2, 4) if m % stages == 0
     }
     both["paci-latency"] = paci(stages, 4, 2, latency="1/2")
+    # One microbatch more per link hides half of the 3 units that one takes.
+    both["paci-s1"] = paci(stages, 4, 2, latency="3/2", extra_in_flight=1)
     if stages == 4:
         both |= {"paci-a4": paci(4, 4, 4), "paci-m2": paci(4, 2, 1)}
         for name, change in STALLS.items():
@@ -103,6 +105,8 @@ def runs(stages: int, folder: Path) -> dict[str, VirtualRun]:
         "paci-a4": paci(2, 4, 4),
         "paci-tied": paci(2, 4, 2, tied_embeddings=True),
         "paci-step": paci(2, 4, 2, step_time="1/2"),
+        "paci-deferred": paci(2, 4, 2, step_time="1/2", megatron_args="--paci-defer-step"),
+        "paci-s1-slow": run(2, 3, "paci", warmup=8, latency="4", extra_in_flight=1),
     }
 
 
@@ -158,6 +162,8 @@ def simulation(planned: VirtualRun) -> tuple[list[float], Fraction]:
         lambda count: plan(
             planned.schedule, n, planned.microbatches, iterations=count,
             accumulation=planned.accum, chunks=planned.chunks,
+            extra_in_flight=planned.extra_in_flight,
+            defer_step="--paci-defer-step" in planned.megatron_args,
         ),
         Costs(forward, backward, zero, step, Fraction(planned.latency)),
         Memory.in_microbatches(n),
@@ -172,7 +178,7 @@ def test_the_real_schedules_take_the_time_that_the_simulator_says(pipeline, tmp_
         name: run for name, run in runs(stages, tmp_path).items()
         if name not in ("stall", "in-loop", "in-schedule")
     }
-    assert len(planned) == {2: 16, 4: 8}[stages]
+    assert len(planned) == {2: 19, 4: 9}[stages]
     for name, run in planned.items():
         utilization, time = simulation(run)
         assert results[name]["utilization"] == utilization, name
@@ -190,7 +196,7 @@ def test_other_costs_by_hand(two):
 
 
 def test_paci_is_always_busy_and_never_reduces_over_stages(two, four):
-    for result in (*(two[f"paci-{name}"] for name in ("a1", "a4", "step", "tied")),
+    for result in (*(two[f"paci-{name}"] for name in ("a1", "a4", "step", "tied", "deferred")),
                    *(four[f"paci-{name}"] for name in ("a4", "m2"))):
         assert result["call_sites"] == [] and result["cross_stage_collectives"] == 0
         assert set(result["schedule_utilization"]) == set(result["utilization"]) == {1}
@@ -201,6 +207,13 @@ def test_paci_waits_for_messages_that_travel_long(pipeline):
     stages, results = pipeline
     expected = float(Fraction(3 * stages, 3 * stages + stages - 1))  # 2 latencies of 1/2 each
     assert results["paci-latency"]["schedule_utilization"][0] == pytest.approx(expected)
+
+
+def test_more_microbatches_in_flight_hide_latency(pipeline):
+    stages, results = pipeline
+    assert results["paci-s1"]["utilization"] == [1] * stages
+    if stages == 2:  # three microbatches of 3 units in the time of two and of two messages of 4
+        assert results["paci-s1-slow"]["utilization"] == [9 / 14] * 2
 
 
 def test_time_is_computing_and_waiting(pipeline):

@@ -92,7 +92,8 @@ class LoneStage:
     """
 
     def __init__(self, recorder: Recorder, stage: int, num_stages: int, *, variable: bool = False,
-                 tied: bool = False, routers: bool = False):
+                 tied: bool = False, routers: bool = False, extra_in_flight: int = 0,
+                 defer_step: bool = False):
         """Build the stage.
 
         Args:
@@ -100,6 +101,8 @@ class LoneStage:
             variable: Whether microbatches differ in length.
             tied: Whether the first and the last stage share a weight.
             routers: Whether router metrics are passed on.
+            extra_in_flight: As in ``StageSchedule``.
+            defer_step: Likewise.
         """
         self._is_last = stage == num_stages - 1
         self._variable = variable
@@ -124,10 +127,12 @@ class LoneStage:
         )
         self.stage = MegatronStage(
             self._model, Optimizer(self._model, own), None,
-            accumulation=1, pg_collection=self._groups,
+            accumulation=1, extra_in_flight=extra_in_flight, defer_step=defer_step,
+            pg_collection=self._groups,
         )
         self._engine = self.stage.engine
         self._engine.compute = self
+        self.stage.window._take_num_tokens = self.take_num_tokens
 
     def train(self, num_microbatches: int) -> None:
         """Run an iteration; then the host waits for its stream: a timer, or a loss to be logged.
@@ -176,7 +181,7 @@ class LoneStage:
     def release(self, output_tensor) -> None:
         pass
 
-    def take_num_tokens(self) -> int:
+    def take_num_tokens(self, num_microbatches: int) -> int:
         self.recorder.host_waits()
         return 1
 
@@ -234,7 +239,7 @@ class Done:
 
 @contextmanager
 def alone(
-    recorder: Recorder, stage: int, num_stages: int, **options: bool
+    recorder: Recorder, stage: int, num_stages: int, **options: int
 ) -> Iterator[LoneStage]:
     """Make this process a rank of a job without other ranks, for the time of a ``with``."""
     torch.distributed.init_process_group(
@@ -253,7 +258,7 @@ def logs_of_a_pipeline(
     num_stages: int,
     shapes: Iterable[tuple[int, int]],
     training: Callable[[LoneStage, int], None],
-    **options: bool,
+    **options: int,
 ) -> dict[tuple[int, int], list[list[Event]]]:
     """Return the logs of all stages by (m, a), each from the building of the stage on.
 

@@ -26,7 +26,8 @@ def record(stage, *, schedule="paci", losses=LOSSES, ends=ENDS, rank=None, scale
         "rank": stage if rank is None else rank, "stage": stage, "num_stages": 2, "replica": 0,
         "schedule": schedule, "accumulation": 4 if schedule == "paci" else None,
         "chunks": 2 if schedule == "interleaved" else 1, "tensor_parallel": 1, "data_parallel": 1,
-        "context_parallel": 1, "num_microbatches": 4, "sequence_length": 100, "seed": 1,
+        "context_parallel": 1, "num_microbatches": 4, "extra_in_flight": 0,
+        "defer_step": False, "sequence_length": 100, "seed": 1,
         "device": "cpu", "versions": VERSIONS, **facts,
     }
     return {

@@ -7,6 +7,8 @@ going through all of them in step tells for any timing whether somebody waits fo
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 
@@ -27,11 +29,15 @@ class LoggingLink:
         self._name = name
         self._log = log
         self._pending = 0
+        self._sent: deque[int] = deque()
+        self._released = 0
 
     def send(self, microbatch, tensor):
+        self._sent.append(microbatch)
         self._log.append(("send", self._name, "tensor"))
 
     def send_report(self, microbatch, report):
+        self._sent.append(microbatch)
         self._log.append(("send", self._name, "report"))
 
     def post_receive(self, shape):
@@ -56,10 +62,14 @@ class LoggingLink:
         return self._pending > 0
 
     def release_sent(self, arrived):
-        pass
+        while self._sent and self._sent[0] <= arrived:
+            self._sent.popleft()
+            self._released += 1
+            self._log.append(("release", self._name, self._released))
 
     def finish(self):
-        pass
+        self._released += len(self._sent)
+        self._sent.clear()
 
 
 class Nothing:
@@ -70,9 +80,13 @@ class Nothing:
 
 
 def log_of_a_stage(
-    stage: int, num_stages: int, accumulation: int, runs: list[int], *, sends_shapes: bool = False
+    stage: int, num_stages: int, accumulation: int, runs: list[int], *variant: int,
+    sends_shapes: bool = False,
 ) -> list[tuple]:
-    """Return what a stage does with its links in ``runs``; 0 stands for a drain."""
+    """Return what a stage does with its links in ``runs``; 0 stands for a drain.
+
+    ``variant`` is how many microbatches more are in flight, and whether a step is deferred.
+    """
     log: list[tuple] = []
     channel = PipelineChannel(StageGroups(alone=None), config=None, shape=tuple)
     if stage > 0:
@@ -86,7 +100,7 @@ def log_of_a_stage(
     if sends_shapes and stage < num_stages - 1:
         channel._shape_out = LoggingLink(("shape", stage + 1), log)
     engine = Engine(
-        StageSchedule(stage, num_stages, accumulation),
+        StageSchedule(stage, num_stages, accumulation, *variant),
         compute=Nothing(), channel=channel, window=Nothing(),
     )
     for count in runs:
@@ -94,8 +108,11 @@ def log_of_a_stage(
     return log
 
 
-def walk(logs: list[list[tuple]]) -> str | None:
+def walk(logs: list[list[tuple]], waiting: int = 0) -> str | None:
     """Go through the logs of all stages as far as possible.
+
+    Args:
+        waiting: Messages that a link holds before their receives are posted, without blocking.
 
     Returns:
         None if all are done and every message was sent, posted and taken as what it is; else what
@@ -108,8 +125,8 @@ def walk(logs: list[list[tuple]]) -> str | None:
         return events.setdefault((what, link), [])
 
     def blocked(what: str, link: str) -> bool:
-        before = {"send": "post", "take": "send"}.get(what)
-        return before is not None and len(kinds(before, link)) <= len(kinds(what, link))
+        before, more = {"send": ("post", waiting), "take": ("send", 0)}.get(what, (None, 0))
+        return before is not None and len(kinds(before, link)) + more <= len(kinds(what, link))
 
     moved = True
     while moved:
@@ -140,6 +157,89 @@ def test_blocking_sends_never_deadlock(num_stages, sends_shapes):
                 log_of_a_stage(stage, n, a, runs, sends_shapes=sends_shapes) for stage in range(n)
             ]
             assert walk(logs) is None, f"N={n} m={m} a={a}"
+
+
+@pytest.mark.parametrize("sends_shapes", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize("extra, deferred", [(1, False), (2, False), (0, True), (1, True)])
+def test_what_waits_at_its_sender_is_bounded(extra, deferred, sends_shapes):
+    """The microbatches that are in flight besides, and one message: a report may wait, too."""
+    for n, m, a in SHAPES:
+        if n < 6 and m < 7:
+            filling = -(-2 * n * (1 + extra) // m)
+            runs = [*[m] * filling, 0, m, m, 0]
+            logs = [
+                log_of_a_stage(stage, n, a, runs, extra, deferred, sends_shapes=sends_shapes)
+                for stage in range(n)
+            ]
+            assert walk(logs, extra + 1) is None, f"N={n} m={m} a={a}"
+
+
+def release_without_proof(logs: list[list[tuple]]) -> str | None:
+    """Return a release of a message that may not have been taken yet; None if there is none.
+
+    What has happened before a release for certain is what comes before it in its stage, and before
+    the sends of what that stage has taken.
+    """
+    # By stage: how far the others have got for certain. By link: the same for each send and take.
+    seen = [[0] * len(logs) for _ in logs]
+    sends: dict[tuple, list[list[int]]] = {}
+    takes: dict[tuple, list[tuple[int, int]]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, log in enumerate(logs):
+            while seen[stage][stage] < len(log):
+                what, link, number = log[seen[stage][stage]]
+                taken = takes.setdefault(link, [])
+                if what == "take":
+                    if len(sends.get(link, [])) <= len(taken):
+                        break
+                    before = sends[link][len(taken)]
+                    seen[stage] = [max(pair) for pair in zip(seen[stage], before)]
+                    taken.append((stage, seen[stage][stage]))
+                elif what == "send":
+                    sends.setdefault(link, []).append(list(seen[stage]))
+                elif what == "release":
+                    receiver, place = taken[number - 1] if number <= len(taken) else (0, 10**9)
+                    if place >= seen[stage][receiver]:
+                        return f"stage {stage} releases message {number} of {link} too early"
+                seen[stage][stage] += 1
+                moved = True
+    return None
+
+
+@pytest.mark.parametrize("sends_shapes", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize(
+    "extra, deferred", [(0, False), (1, False), (2, False), (0, True), (1, True)]
+)
+def test_a_sent_message_is_let_go_when_its_arrival_is_certain_and_soon(
+    extra, deferred, sends_shapes
+):
+    for n, m, a in SHAPES:
+        if n < 6 and m < 7:
+            filling = -(-3 * n * (1 + extra) // m)
+            logs = [
+                log_of_a_stage(stage, n, a, [m] * filling, extra, deferred,
+                               sends_shapes=sends_shapes)
+                for stage in range(n)
+            ]
+            assert release_without_proof(logs) is None, f"N={n} m={m} a={a}"
+            for log in logs:  # no more than are in flight, and a report, wait for their proof
+                for link in {link for what, link, _ in log if what == "send"}:
+                    kinds = [what for what, other, _ in log if other == link]
+                    depth = 2 * (1 + (n - 1) * (1 + extra)) + 2
+                    assert kinds.count("send") - kinds.count("release") <= depth
+
+
+def test_a_release_one_message_too_early_is_found():
+    logs = [log_of_a_stage(stage, 3, 2, [2] * 8) for stage in range(3)]
+    assert release_without_proof(logs) is None
+    for stage, log in enumerate(logs):
+        early = [
+            (what, link, value + 1) if what == "release" else (what, link, value)
+            for what, link, value in log
+        ]
+        assert "too early" in release_without_proof([*logs[:stage], early, *logs[stage + 1:]])
 
 
 def test_a_receive_that_is_posted_too_late_is_found():

@@ -116,7 +116,8 @@ def test_costs_and_utilization_of_a_trace(tmp_path):
 
 def test_the_simulation_is_the_closed_form(tmp_path):
     costs = [{"forward": 1.0, "backward": 2.0, "step": 0.0}] * 4
-    run = {"num_stages": 4, "num_microbatches": 8, "accumulation": 8, "chunks": 2}
+    run = {"num_stages": 4, "num_microbatches": 8, "accumulation": 8, "chunks": 2,
+           "extra_in_flight": 1, "defer_step": True}
     seconds = {name: predicted_seconds(run | {"schedule": name}, costs)
                for name in ("1f1b", "interleaved", "paci")}
     assert seconds == {"1f1b": 3 * (8 + 3), "interleaved": 1.5 * (16 + 3), "paci": 3 * 8}

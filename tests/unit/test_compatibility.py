@@ -56,6 +56,8 @@ def parse():
         PACI,
         PACI + "--paci-accum 1",
         PACI + "--paci-stall-seconds 599",
+        PACI + "--paci-extra-in-flight 2 --paci-defer-step",
+        PACI + "--paci-extra-in-flight 0",
         PACI + "--paci-accum 8 --bf16",
         PACI.replace("--untie-embeddings-and-output-weights", "--fp16 --calculate-per-token-loss"),
         PACI + "--cuda-graph-impl none",
@@ -83,6 +85,11 @@ def test_what_runs_is_let_through(parse, text):
         ("--paci-accum 4", ["--paci-accum 4", "add --pipeline-schedule paci"]),
         ("--paci-stall-seconds 60",
          ["--paci-stall-seconds 60", "add --pipeline-schedule paci, or drop --paci-stall-seconds"]),
+        ("--paci-extra-in-flight 1",
+         ["- --paci-extra-in-flight 1: ", "or drop --paci-extra-in-flight"]),
+        ("--pipeline-schedule 1f1b --paci-extra-in-flight one",
+         ["--paci-extra-in-flight one", "under --pipeline-schedule 1f1b"]),
+        ("--paci-defer-step", ["- --paci-defer-step: ", "or drop --paci-defer-step"]),
     ],
 )
 def test_a_contradicting_choice_of_schedule_is_refused(parse, flags, words):
@@ -105,6 +112,9 @@ def test_interleaved_needs_a_pipeline(parse):
         ("--paci-accum -1", ["--paci-accum -1", "at least 1"]),
         ("--paci-accum 2.5", ["--paci-accum 2.5", "whole number"]),
         ("--paci-accum four", ["--paci-accum four", "e.g. --paci-accum 4"]),
+        ("--paci-extra-in-flight -1", ["--paci-extra-in-flight -1", "at least 0"]),
+        ("--paci-extra-in-flight 1.5", ["whole number", "e.g. --paci-extra-in-flight 1"]),
+        ("--paci-extra-in-flight more", ["--paci-extra-in-flight more", "at least 0"]),
         ("--paci-stall-seconds -1", ["--paci-stall-seconds -1", "at least 0"]),
         ("--paci-stall-seconds 1m", ["--paci-stall-seconds 1m", "e.g. --paci-stall-seconds 60"]),
         ("--paci-stall-seconds 600", ["--paci-stall-seconds 600", "ends the run before"]),
@@ -190,8 +200,22 @@ def test_one_hardware_queue_orders_four_windows_of_tied_weights(parse, monkeypat
         check(parse(tied + flags, 8))
     assert_refused(parse(tied + "--untie-embeddings-and-output-weights --mtp-num-layers 1 "
                          "--paci-accum 1", 8), words)
+    assert_refused(parse(tied + "--paci-accum 2 --paci-defer-step", 8), ["one stage more counts"])
+    check(parse(tied + "--micro-batch-size 2 --paci-accum 4 --paci-defer-step", 8))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    check(parse(tied + "--paci-accum 1", 8))
+    for flags in ("--paci-accum 1", "--paci-accum 2 --paci-defer-step"):
+        check(parse(tied + flags, 8))
+
+
+def test_one_hardware_queue_orders_one_message_of_a_link(parse, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    more = PACI + "--paci-extra-in-flight 1"
+    assert_refused(parse(more), ["- --paci-extra-in-flight 1: with CUDA_DEVICE_MAX_CONNECTIONS=1",
+                                 "drop --paci-extra-in-flight, or unset"])
+    check(parse(more + " --distributed-backend gloo"))
+    check(parse(PACI + "--paci-defer-step"))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    check(parse(more))
 
 
 def test_context_parallelism_counts_among_the_ranks_of_a_replica(parse):
@@ -380,7 +404,8 @@ def test_the_flags_and_their_help(parse):
     """Freezes the list of flags; a change here is a change of the command line."""
     group = next(g for g in parse.parser._action_groups if g.title == "paci")
     assert [action.option_strings[0] for action in group._group_actions] == [
-        "--pipeline-schedule", "--paci-accum", "--paci-clip", "--paci-nonfinite", "--paci-record",
+        "--pipeline-schedule", "--paci-accum", "--paci-extra-in-flight", "--paci-defer-step",
+        "--paci-clip", "--paci-nonfinite", "--paci-record",
         "--paci-telemetry", "--paci-trace", "--paci-stall-seconds", "--paci-accept-unknown-flags",
     ]
     assert all(action.help for action in group._group_actions)

@@ -87,11 +87,11 @@ class MockStage:
         self.log.append("settle")
 
 
-def build(stage=0, num_stages=2, accumulation=2):
+def build(stage=0, num_stages=2, accumulation=2, *variant):
     mock = MockStage()
     actions = []
     engine = Engine(
-        StageSchedule(stage, num_stages, accumulation),
+        StageSchedule(stage, num_stages, accumulation, *variant),
         compute=mock, channel=mock, window=mock,
         observer=lambda engine, action: actions.append(str(action)),
     )
@@ -112,6 +112,37 @@ def test_runs_continue_the_stream_and_a_drain_begins_a_new_one():
     assert " ".join(actions[10:]) == "F0 F1"
     assert (engine.version, engine.num_forwards, engine.num_backwards) == (2, 6, 4)
     assert mock.expected == 6
+
+
+def test_a_deferred_step_waits_for_the_next_run_or_the_drain():
+    engine, mock, actions = build(1, 2, 2, 0, True)
+    engine.run(2)
+    assert " ".join(actions) == "F0 B0 F1 B1" and engine.version == 0
+    engine.run(2)
+    assert " ".join(actions[4:]) == "F2 STEP B2 F3 B3" and engine.version == 1
+    assert mock.first_marks == [True, False, False, True]  # F2 still has the weights of F0
+    engine.drain()
+    assert " ".join(actions[9:]) == "STEP" and engine.version == 2 and not engine.streaming
+    engine.drain()
+    assert len(actions) == 10
+    first, _, done = build(0, 2, 1, 0, True)
+    first.run(2)
+    first.drain()
+    assert " ".join(done) == "F0 F1 B0 STEP B1 STEP"
+    # Backwards that no forward with the same weights has preceded: all but the first.
+    gathering, mock, _ = build(1, 2, 1, 0, True)
+    gathering.run(3)
+    assert mock.log.count("gather") == 2
+
+
+def test_a_change_of_the_accumulation_keeps_the_variation():
+    engine, _, actions = build(0, 2, 2, 1, True)
+    engine.run(4)
+    engine.set_accumulation(1)
+    assert engine.schedule == StageSchedule(0, 2, 1, 1, True)
+    engine.run(4)
+    assert " ".join(actions[-7:]) == "F0 F1 F2 B0 F3 STEP B1"
+    assert engine.statistics()["in_flight_max"] == 3 == engine.statistics()["in_flight_bound"]
 
 
 def test_passes_get_what_belongs_to_their_microbatch():

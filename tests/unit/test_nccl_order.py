@@ -31,10 +31,13 @@ from tests.nccl_order.rules import (
 
 SHAPES = [(m, a) for m in range(1, 10) for a in range(1, 9) if m % a == 0]
 STAGES = range(2, 9)
+# With more microbatches in flight per link or a deferred step, fewer shapes.
+VARIANTS = [(1, False), (2, False), (0, True), (1, True)]
+FEW_SHAPES = ((1, 1), (2, 1), (4, 2), (4, 4), (6, 3))
 
 
-def training(stage, num_stages: int, microbatches: int) -> None:
-    for _ in range(max(2, -(-2 * num_stages // microbatches))):  # twice what fills the pipeline
+def training(stage, in_flight: int, microbatches: int) -> None:
+    for _ in range(max(2, -(-2 * in_flight // microbatches))):  # twice what fills the pipeline
         stage.train(microbatches)
     stage.evaluate(microbatches, batched=True)
     stage.train(microbatches)
@@ -45,11 +48,12 @@ def training(stage, num_stages: int, microbatches: int) -> None:
 
 
 @functools.cache
-def logs_of(num_stages: int, variable: bool, shapes=tuple(SHAPES)):
+def logs_of(num_stages: int, variable: bool, shapes=tuple(SHAPES), extra=0, deferred=False):
+    in_flight = num_stages + extra * (num_stages - 1)
     with CpuDevice():
         return logs_of_a_pipeline(
-            num_stages, shapes, lambda stage, m: training(stage, num_stages, m),
-            variable=variable, tied=True, routers=True,
+            num_stages, shapes, lambda stage, m: training(stage, in_flight, m),
+            variable=variable, tied=True, routers=True, extra_in_flight=extra, defer_step=deferred,
         )
 
 
@@ -76,10 +80,39 @@ def test_the_stream_gets_to_its_end(num_stages, variable):
 
 
 @pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("extra, deferred", VARIANTS)
+def test_the_stream_gets_to_its_end_with_more_in_flight_and_deferred_steps(
+    extra, deferred, num_stages, variable
+):
+    logs_by_shape = logs_of(num_stages, variable, FEW_SHAPES, extra, deferred)
+    for (m, a), logs in logs_by_shape.items():
+        try:
+            check(logs)
+            if not extra:
+                check(untied(logs), one_queue=True)
+                if num_stages + deferred <= 4 * a:
+                    check(logs, one_queue=True)
+            if m > extra:  # else more forwards are sent than an iteration takes
+                check([at_iterations(log) for log in untied(logs)])
+        except OrderError as error:
+            pytest.fail(f"N={num_stages} s={extra} deferred={deferred} m={m} a={a}: {error}")
+
+
+def test_one_hardware_queue_cannot_order_more_forwards_of_a_link():
+    """Why they are refused with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    for logs in logs_of(2, False, FEW_SHAPES, 2).values():
+        with pytest.raises(OrderError):
+            check(untied(logs), one_queue=True)
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
 def test_one_stage_may_wait_for_its_device_anywhere(variable):
     """Nothing is posted ahead whose message needs what this stage does next."""
-    for shape in ((1, 1), (4, 2)):
-        logs = untied(logs_of(3, variable)[shape])
+    variants = (((4, 2),), 1, False), (((2, 1),), 0, True)
+    cases = [((), (1, 1)), ((), (4, 2)), (variants[0], (4, 2)), (variants[1], (2, 1))]
+    for given, shape in cases:
+        logs = untied(logs_of(3, variable, *given)[shape])
         for rank, log in enumerate(logs):
             for position in range(len(log)):
                 waits = [*log[:position], HostWait(whole_device=True), *log[position:]]

@@ -195,26 +195,53 @@ def test_what_is_retained_counts_until_the_gradient_of_the_weights():
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_latency_costs_a_round_trip_and_one_slot_more_per_link_hides_it(n):
+def test_latency_costs_a_round_trip_and_one_more_in_flight_per_link_hides_it(n):
     x = Fraction(1, 2)
     costs = Costs.equal(n, latency=x)
 
-    def busy(depths):
-        return set(measure(lambda count: paci(depths, n, 2, iterations=count), costs,
+    def busy(orders):
+        return set(measure(lambda count: paci(orders, n, iterations=count), costs,
                            Memory.in_microbatches(n), iterations=8).utilization)
 
     stages = range(n)
     # N passes of 3 per round trip over N - 1 links and back.
     plain = {Fraction(3 * n) / (3 * n + 2 * (n - 1) * x)}
-    assert busy([n - stage for stage in stages]) == plain
-    # More everywhere lets the last stage delay its backward: nothing gained.
-    alike = busy([n - stage + 1 for stage in stages])
-    assert alike == plain
-    assert busy([2 * (n - stage) - 1 for stage in stages]) == {1}
-    found = figures("paci", n, 4, costs, extra_slots=1)
+    assert busy([StageSchedule(stage, n, 2) for stage in stages]) == plain
+    # More everywhere, as if there were a stage more, lets the last stage delay its backward:
+    # nothing gained.
+    assert busy([StageSchedule(stage, n + 1, 2) for stage in stages]) == plain
+    found = figures("paci", n, 4, costs, extra_in_flight=1)
     assert found.utilization == [1] * n
     assert found.activations == [2 * (n - stage) - 1 for stage in stages]
-    assert found.drift == StageSchedule(0, n, 4, 2 * n - 1).drift_bound
+    assert found.drift == -(-(2 * n - 2) // 4)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_latency_beyond_what_is_hidden_costs_what_the_longest_round_trip_takes(n, extra):
+    """docs/performance.md: what a round trip over all links takes, by what is in flight meanwhile.
+
+    A deferred step is somewhere else in the order of a stage and changes nothing of that.
+    """
+    for x in (Fraction(1, 3), Fraction(3, 2), Fraction(4)):
+        in_flight, passes = (n - 1) * (1 + extra) + 1, 3
+        longest = n * passes + 2 * (n - 1) * x
+        expected = min(Fraction(1), Fraction(in_flight * passes) / longest)
+        assert (expected == 1) == (x <= Fraction(extra * passes, 2))
+        for deferred in (False, True):
+            found = figures("paci", n, 2, Costs.equal(n, latency=x), extra_in_flight=extra,
+                            defer_step=deferred)
+            assert set(found.utilization) == {expected}
+
+
+def test_a_deferred_step_takes_its_time_and_delays_no_message():
+    """Three units per microbatch and a step of one for every two, wherever it falls."""
+    costs = Costs.equal(4, step=1)
+    for deferred in (False, True):
+        found = figures("paci", 4, 4, costs, accumulation=2, defer_step=deferred)
+        assert found.iteration_time == 4 * 3 + 2
+        assert found.utilization == [1] * 4
+        assert found.drift == (4 if deferred else 3 + 1) // 2
 
 
 def test_a_flush_of_all_stages_waits_for_the_last_and_goes_on_together():

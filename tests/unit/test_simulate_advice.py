@@ -8,6 +8,7 @@ import pytest
 
 from megatron_paci.__main__ import main
 from megatron_paci.simulate.advice import Job, candidate, choose, warnings
+from megatron_paci.simulate.latency import latency_lines, more_in_flight
 from megatron_paci.simulate.models import MODELS, Model, balanced, stage_costs, static_bytes
 
 GPT = MODELS["gpt2-medium"]
@@ -165,6 +166,35 @@ def test_uneven_stages_are_pointed_out_with_a_better_split():
     assert "uneven" in found and f"--layers-per-stage {split}" in found
 
 
+def test_more_in_flight_is_offered_where_latency_costs_and_as_long_as_it_gains():
+    """Even stages with passes of 3: one more per link hides messages of up to half of that."""
+    def offers(latency, **given):
+        work = job(DEEP, 4, 64, latency=latency)
+        return more_in_flight(work, timed_with(work), **given), work
+
+    assert offers(0.0)[0] == [] and latency_lines(offers(0.0)[1], None, []) == []
+    small, work = offers(0.01)  # 4 x 3 units in 4 x 3 + 6 x 0.01
+    assert small == [] and "leave" in latency_lines(work, timed_with(work), small)[0]
+    [one], work = offers(1.0)
+    assert one.speed_up == pytest.approx(18 / 12, rel=1e-3)
+    assert (one.extra_in_flight, one.in_flight, one.drift_bound) == (1, 7, 2)
+    without = timed_with(work).paci
+    microbatch = (without.memory[0] - sum(work.static()[0].values())) / 4
+    assert one.memory == pytest.approx(without.memory[0] + 3 * microbatch)
+    lines = latency_lines(work, timed_with(work), [one])
+    assert "Delta_max 1):" in lines[0] and "1.500 times as fast, 7 microb" in lines[1]
+    assert "more than there is" not in lines[1]
+    first, second = offers(2.0, limit=one.memory)[0]
+    # Seven microbatches in the time of four and six messages; ten do not need to wait.
+    assert first.speed_up == pytest.approx(7 / 4, rel=1e-3) and first.fits
+    assert second.speed_up == pytest.approx(2, rel=1e-3) and not second.fits
+    assert "more than there is" in str(second)
+
+
+def timed_with(work):
+    return candidate(work, 16)
+
+
 def test_the_command_says_what_to_take_and_what_it_assumes(capsys, tmp_path):
     path = tmp_path / "advice.json"
     line = ("simulate --advise --model llama-8b --stages 8 --data-parallel 4 --global-batch 256 "
@@ -179,6 +209,10 @@ def test_the_command_says_what_to_take_and_what_it_assumes(capsys, tmp_path):
     draw = output.split("Draw it: python -m megatron_paci ")[1].splitlines()[0]
     assert draw.endswith("--picture advice.png")
     assert main(draw.split()[:-2]) == 0
+    assert "--paci-extra-in-flight" not in output and record["more_in_flight"] == []
+    assert main([*line.split(), "--latency", "3"]) == 0
+    assert "--paci-extra-in-flight 1: " in capsys.readouterr().out
+    assert json.loads(path.read_text())["more_in_flight"][0]["extra_in_flight"] == 1
     line = "simulate --advise --model llama-8b --stages 8 --global-batch 8 --device-memory 1"
     assert main(line.split()) == 0
     assert "No size fits into 1 GB" in capsys.readouterr().out

@@ -25,19 +25,19 @@ def simulate(capsys, line):
 def test_the_table_and_the_record_agree_with_the_formulas(capsys, tmp_path):
     path = tmp_path / "result.json"
     status, output, errors = simulate(
-        capsys, f"--stages 4 --microbatches 8 --accum 2 --extra-slots 1 --json {path}"
+        capsys, f"--stages 4 --microbatches 8 --accum 2 --extra-in-flight 1 --json {path}"
     )
     assert (status, errors) == (0, [])
     record = json.loads(path.read_text())
     found = record["schedules"]
-    assert list(found) == [*NAMES, "paci+slots"]
+    assert list(found) == [*NAMES, "paci+1"]
     assert found["1f1b"]["utilization"] == [8 / 11] * 4
     assert found["interleaved"]["utilization"] == [16 / 19] * 4
     assert found["zb-h1"]["iteration_time"] == 27
     assert found["paci"]["overall"] == 1 and found["paci"]["bubble"] == 0
     assert found["paci"]["throughput_over_1f1b"] == 11 / 8
-    assert found["paci"]["drift"] == 2 and found["paci+slots"]["drift"] == 3
-    assert found["paci+slots"]["activations"] == [7, 5, 3, 1]
+    assert found["paci"]["drift"] == 2 and found["paci+1"]["drift"] == 3
+    assert found["paci+1"]["activations"] == [7, 5, 3, 1]
     assert record["parameters"]["accum"] == 2
     assert record["parameters"]["memory"]["retained"] == [0.5] * 4
     assert record["command"][3:8] == ["simulate", "--stages", "4", "--microbatches", "8"]
@@ -104,7 +104,7 @@ ADVISE = "--advise --model gpt2-medium --stages 8 --global-batch 128"
         ("--stages 1 --microbatches 6 --schedules interleaved", ["give e.g. --stages 2"]),
         (f"{FEW} --accum 3", ["--accum 3: does not divide --microbatches 8; take e.g. --accum 8"]),
         (f"{FEW} --chunks 1", ["--chunks 1: too small; give 2 or more"]),
-        (f"{FEW} --extra-slots -1", ["--extra-slots -1: too small; give 0 or more"]),
+        (f"{FEW} --extra-in-flight -1", ["--extra-in-flight -1: too small; give 0 or more"]),
         (f"{FEW} --retained-memory 2", ["--retained-memory 2: more than --activation-memory"]),
         (f"{FEW} --microbatches 99999999999", ["too many passes to time; give smaller ones"]),
         (f"{FEW} --json /no/such/file", ["--json /no/such/file: there is no folder /no/such; "

@@ -168,6 +168,10 @@ def test_the_pipeline_fills_before_measuring():
 def test_every_rank_of_a_stage_is_a_process():
     run = VirtualRun(stages=4, microbatches=4, schedule="paci", replicas=3, tensor=2)
     assert run.num_ranks == 24
+    more = VirtualRun(stages=4, microbatches=1, schedule="paci", extra_in_flight=2)
+    arguments = more.arguments(Path("x"))
+    assert arguments[arguments.index("--paci-extra-in-flight") + 1] == "2"
+    assert more.warmup_iterations == 4 + 2 * 3 + 1  # so many are in flight on the first stage
     arguments = run.arguments(Path("x"))
     assert arguments[arguments.index("--tensor-model-parallel-size") + 1] == "2"
     assert arguments[arguments.index("--global-batch-size") + 1] == "12"
@@ -184,6 +188,8 @@ REFUSED = {
     "--schedule paci --accum 3": "does not divide",
     "--schedule paci --accum 0": "does not divide",
     "--accum 2": "take --schedule paci",
+    "--schedule paci --extra-in-flight -1": "give 0 or more",
+    "--extra-in-flight 1": "take --schedule paci",
     "--schedule interleaved --stages 1": "more than one stage",
     "--schedule interleaved --microbatches 3": "a multiple of 2",
     "--schedule interleaved --chunks 1": "2 or more",
