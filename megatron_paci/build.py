@@ -17,6 +17,7 @@ from megatron_paci.compute import MegatronCompute
 from megatron_paci.engine import Engine
 from megatron_paci.exit_request import ExitRequest
 from megatron_paci.groups import (
+    connect,
     create_group_within_stage,
     create_stage_groups,
     destroy_groups,
@@ -24,7 +25,11 @@ from megatron_paci.groups import (
 from megatron_paci.report import EXIT_ON_DURATION, EXIT_ON_SIGNAL, Ledger
 from megatron_paci.router_metrics import RouterMetrics
 from megatron_paci.schedule import StageSchedule
-from megatron_paci.stage_local import StageLocalStatistics, stage_local_collection
+from megatron_paci.stage_local import (
+    StageLocalStatistics,
+    groups_of_passes,
+    stage_local_collection,
+)
 from megatron_paci.telemetry import Telemetry
 from megatron_paci.tied import TiedEmbedding, has_unused_output_weight, tied_parameter
 from megatron_paci.window import MegatronWindow
@@ -112,6 +117,11 @@ class MegatronStage:
             optimizer, lambda group: create_group_within_stage(group, pipeline, timeout=timeout)
         )
         self.stage_collection = stage_local_collection(self._collection, self._groups.alone)
+        connect([
+            self._groups.alone,
+            *self._statistics.groups,
+            *groups_of_passes(self.model, self._collection),
+        ])
         self._tied = None
         if tied is not None and self._groups.tied_weight is not None:
             self._tied = TiedEmbedding(

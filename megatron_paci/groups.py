@@ -161,6 +161,17 @@ def _new_group(
         ) from error
 
 
+def connect(groups: Iterable[torch.distributed.ProcessGroup]) -> None:
+    """Reduce a number over each group, so that its connections stand; all members call it.
+
+    NCCL makes them at the first collective, and may wait for the device meanwhile. In the stream
+    the device may then wait for messages of a stage that is kept waiting itself.
+    """
+    number = torch.zeros(1, device=torch.cuda.current_device())
+    for group in dict.fromkeys(groups):
+        torch.distributed.all_reduce(number, group=group)
+
+
 def destroy_groups(groups: Iterable[torch.distributed.ProcessGroup | None]) -> None:
     """Destroy groups again; every member has to call it."""
     for group in groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,23 @@ def stage_local_collection(
     local = copy.copy(collection)
     local.pp = local.embd = local.pos_embd = alone
     return local
+
+
+def groups_of_passes(
+    model: torch.nn.Module, collection: ProcessGroupCollection
+) -> Iterator[torch.distributed.ProcessGroup]:
+    """Yield Megatron's groups over which passes of this stage and its gradients are reduced.
+
+    Args:
+        model: The model chunk in Megatron's DistributedDataParallel.
+    """
+    yield collection.tp  # the loss is reduced over it, also where it has one rank
+    for name in ("cp", "ep"):
+        group = getattr(collection, name, None)
+        if group is not None and group.size() > 1:
+            yield group
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+        yield buffer.data_parallel_group
 
 
 class StageLocalStatistics:
