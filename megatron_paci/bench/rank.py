@@ -1,4 +1,4 @@
-"""One rank of a benchmark: trains each run of a list, one after another, under virtual time.
+"""One rank of a benchmark: trains each run of a list, one after another, and measures it.
 
 Started by ``ranks.run_ranks`` as ``python -m megatron_paci.bench.rank FOLDER``.
 """
@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags
 
@@ -30,24 +31,77 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def measure(run: dict[str, Any]) -> dict[str, Any]:
-    """Train one run and return its ``VirtualTime.result`` on this rank.
+class Measurement(Protocol):
+    """What is put around a training run, and tells this rank's result afterwards."""
 
-    Args:
-        run: What ``virtual.VirtualRun.for_ranks`` has made.
-    """
-    import megatron_paci
+    def install(self) -> None:
+        """Wrap what is measured; called after ``megatron_paci.install()``."""
+
+    def uninstall(self) -> None:
+        """Give every wrapped function back."""
+
+    def result(self, **parameters: Any) -> dict[str, Any]:
+        """Return plain values; called between training and ``uninstall``.
+
+        Args:
+            parameters: What the run has under ``result``.
+        """
+
+
+def virtual_time(run: dict[str, Any]) -> Measurement:
+    """Return the measurement of a run that ``virtual.VirtualRun`` has planned."""
     from megatron_paci.bench.costs import Costs, time
     from megatron_paci.bench.virtual_time import VirtualTime
+
+    return VirtualTime(
+        costs=Costs.parse(num_stages=run["num_stages"], **run["costs"]),
+        latency=time(run["latency"]),
+    )
+
+
+def emulated(run: dict[str, Any]) -> Measurement:
+    """Return the device of a run that ``emulated.EmulatedRun`` has planned."""
+    from megatron_paci.bench.emulated_device import EmulatedDevice
+
+    return EmulatedDevice(**run["seconds"][int(os.environ["RANK"])])
+
+
+class NoMeasurement:
+    """For a run whose trace tells all."""
+
+    def install(self) -> None:
+        """Do nothing."""
+
+    def uninstall(self) -> None:
+        """Do nothing."""
+
+    def result(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
+# What a run names as its "measurement".
+MEASUREMENTS: dict[str, Callable[[dict[str, Any]], Measurement]] = {
+    "virtual": virtual_time,
+    "emulated": emulated,
+    "none": lambda run: NoMeasurement(),
+}
+
+
+def measure(run: dict[str, Any]) -> dict[str, Any]:
+    """Train one run and return what its measurement tells on this rank.
+
+    Args:
+        run: What ``for_ranks`` of its parameters has made: ``measurement``, ``script``,
+            ``arguments``, ``result``, and what the measurement needs.
+    """
+    import megatron_paci
     from megatron_paci.compatibility import ConfigurationError
 
     os.environ["MASTER_PORT"] = str(run["port"])
     arguments = run["arguments"]
     sys.argv = [run["script"], *arguments, *cpu_flags(arguments)]
-    measurement = VirtualTime(
-        costs=Costs.parse(num_stages=run["num_stages"], **run["costs"]),
-        latency=time(run["latency"]),
-    )
+    measurement = MEASUREMENTS[run["measurement"]](run)
     # The plugin is there under every schedule: with another one than PACI it only passes through.
     megatron_paci.install()
     try:
@@ -60,7 +114,7 @@ def measure(run: dict[str, Any]) -> dict[str, Any]:
                     raise
             except ConfigurationError as error:
                 sys.exit(str(error))
-            return measurement.result(warmup=run["warmup"], iterations=run["iterations"])
+            return measurement.result(**run["result"])
         finally:
             measurement.uninstall()
     finally:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
 
@@ -56,7 +58,9 @@ def run_ranks(
     try:
         for rank in range(num_ranks):
             ranks.append(start(rank, num_ranks, folder, program))
-        _wait(ranks, folder, seconds)
+        # A bar on a terminal: a run may take minutes.
+        with tqdm(total=len(runs), unit="run", disable=None, dynamic_ncols=True) as bar:
+            _wait(ranks, folder, seconds, bar)
     finally:
         kill(ranks)
     return [
@@ -120,7 +124,7 @@ def failure(reason: str, ranks: Sequence[subprocess.Popen], folder: Path) -> Ran
     """Return an error that shows how every rank ended and the end of its output."""
     codes = [process.poll() for process in ranks]
     return RankError(
-        f"{reason}; exit statuses {codes} (None: had to be killed)\n"
+        f"{reason}; exit statuses {codes} (None, -15 or 143: had to be ended)\n"
         + "\n".join(
             f"--- end of the output of rank {rank}\n{_tail(_log(folder, rank))}"
             for rank in range(len(ranks))
@@ -128,17 +132,21 @@ def failure(reason: str, ranks: Sequence[subprocess.Popen], folder: Path) -> Ran
     )
 
 
-def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float) -> None:
+def _wait(ranks: list[subprocess.Popen], folder: Path, seconds: float, bar: tqdm) -> None:
     end = time.monotonic() + seconds
     late = False
     while any(process.poll() is None for process in ranks):
+        if (folder / f"{bar.n}.rank0.json").exists():
+            bar.update()
         if any(process.poll() not in (None, 0) for process in ranks):
             time.sleep(1)  # let the others say what they saw of it
             break
         if late := time.monotonic() > end:
-            for process in ranks:
-                process.send_signal(signal.SIGUSR1)  # let them say where they are, see rank.py
-            time.sleep(1)
+            # Let them say where they are (rank.py), and what PACI did last there (watchdog.py).
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                for process in ranks:
+                    process.send_signal(number)
+                time.sleep(1)
             break
         time.sleep(0.05)
     if any(process.poll() != 0 for process in ranks):
@@ -149,5 +157,5 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _tail(path: Path, lines: int = 30) -> str:
+def _tail(path: Path, lines: int = 60) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

@@ -18,8 +18,13 @@ from megatron_paci.trace_file import RankTrace, TraceError, read_traces
 PICTURED_PASSES = 16
 
 
-def trace_figures(directory: Path, *, skip: int) -> dict[str, Any]:
+def trace_figures(
+    directory: Path, *, skip: int, iterations: int | None = None
+) -> dict[str, Any]:
     """Return what the traces in a folder tell, from iteration ``skip`` + 1 on.
+
+    Args:
+        iterations: How many of them to take; None for all that follow.
 
     Keys: ``seconds_by_cause`` (keys of ``trace.CAUSES``) and ``utilization`` (share of passes and
     updates) per stage, averaged over the ranks of a stage; ``costs``, see ``_costs``;
@@ -30,16 +35,18 @@ def trace_figures(directory: Path, *, skip: int) -> dict[str, Any]:
         OSError: It cannot be read.
     """
     traces = read_traces(directory)
-    if min(len(iteration_ends(trace)) for trace in traces) <= skip:
-        raise TraceError(f"{directory}: the trace ends before iteration {skip + 1} does")
+    last = skip + (iterations or 1)
+    if min(len(iteration_ends(trace)) for trace in traces) < last:
+        raise TraceError(f"{directory}: the trace ends before iteration {last} does")
     stages: list[list[RankTrace]] = [[] for _ in range(traces[0].header["num_stages"])]
     for trace in traces:
         stages[trace.stage].append(trace)
     by_stage, costs = [], []
     for ranks in stages:
-        spent = [shares(rank, since=_begin(rank, skip), until=_end(rank)) for rank in ranks]
+        spans = [(_begin(rank, skip), _end(rank, iterations and last)) for rank in ranks]
+        spent = [shares(rank, since=a, until=b) for rank, (a, b) in zip(ranks, spans)]
         by_stage.append({cause: statistics.fmean(s[cause] for s in spent) for cause in CAUSES})
-        costs.append(_costs(ranks, skip))
+        costs.append(_costs(ranks, spans))
     return {
         "seconds_by_cause": by_stage,
         "utilization": [_busy(seconds) for seconds in by_stage],
@@ -63,13 +70,18 @@ def timeline_panel(directory: Path, *, title: str, num_microbatches: int) -> Pan
     return panel_of(traces, first, first + shown - 1, f"{title}, {span}")
 
 
-def _costs(ranks: Sequence[RankTrace], skip: int) -> dict[str, float]:
-    """Return the median seconds of a stage's forward, backward (all chunks) and update."""
+def _costs(
+    ranks: Sequence[RankTrace], spans: Sequence[tuple[float, float]]
+) -> dict[str, float]:
+    """Return the median seconds of a stage's forward, backward (all chunks) and update.
+
+    Args:
+        spans: Per rank the times between which passes count.
+    """
     found: dict[tuple[str, int], list[float]] = {}
-    for rank in ranks:
-        begin = _begin(rank, skip)
+    for rank, (begin, end) in zip(ranks, spans):
         for span in rank.spans:
-            if span.begin >= begin and span.kind in ("F", "B", "close", "STEP"):
+            if begin <= span.begin < end and span.kind in ("F", "B", "close", "STEP"):
                 found.setdefault((span.kind, span.facts.get("chunk", 0)), []).append(span.seconds)
     medians: dict[str, float] = dict.fromkeys(("F", "B", "close", "STEP"), 0.0)
     for (kind, _), seconds in found.items():
@@ -85,8 +97,10 @@ def _begin(trace: RankTrace, skip: int) -> float:
     return dict(iteration_ends(trace)).get(skip, 0.0)
 
 
-def _end(trace: RankTrace) -> float:
-    return iteration_ends(trace)[-1][1]
+def _end(trace: RankTrace, number: int | None) -> float:
+    """Return when an iteration ends, the last one if None."""
+    ends = iteration_ends(trace)
+    return ends[-1][1] if number is None else dict(ends)[number]
 
 
 def _busy(seconds: dict[str, float]) -> float:

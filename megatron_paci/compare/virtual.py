@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_paci.bench.ranks import RankError, run_ranks
 from megatron_paci.bench.results import job_result
-from megatron_paci.bench.virtual import LAST_ITERATIONS
+from megatron_paci.bench.training_run import LAST_ITERATIONS
 from megatron_paci.compare.plan import Plan, Run, own_folders
 from megatron_paci.schedule import StageSchedule
 
@@ -75,8 +75,9 @@ def _measure(
         "--exit-interval", str(warmup + iterations + LAST_ITERATIONS),
     ]
     request = {
-        "script": plan.script, "arguments": arguments, "num_stages": figures["num_stages"],
-        "costs": dict(costs), "latency": "0", "warmup": warmup, "iterations": iterations,
+        "measurement": "virtual", "script": plan.script, "arguments": arguments,
+        "num_stages": figures["num_stages"], "costs": dict(costs), "latency": "0",
+        "result": {"warmup": warmup, "iterations": iterations},
     }
     try:
         [ranks] = run_ranks(plan.num_ranks, [request], folder, seconds=SECONDS)

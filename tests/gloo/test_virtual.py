@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from megatron_paci.bench.costs import per_stage
-from megatron_paci.bench.ranks import RankError
+from megatron_paci.bench.emulated import EmulatedRun, add_ratios, schedule_result
+from megatron_paci.bench.ranks import RankError, run_ranks
+from megatron_paci.bench.results import job_result
+from megatron_paci.bench.theory import SCHEDULES
 from megatron_paci.bench.virtual import VirtualRun, measure
 from megatron_paci.simulate.figures import Memory
 from megatron_paci.simulate.figures import measure as simulated
@@ -110,9 +113,23 @@ def runs(stages: int, folder: Path) -> dict[str, VirtualRun]:
     }
 
 
+def emulated(schedule: str) -> EmulatedRun:
+    return EmulatedRun(
+        stages=2, microbatches=2, schedule=schedule, iterations=2, warmup=2,
+        forward=(0.004, 0.006), backward=(0.008, 0.008), step=(0.002, 0.002),
+    )
+
+
 def launch(stages: int, folder: Path, seconds: float) -> dict[str, dict]:
+    """Train ``runs``, with two stages also on emulated devices; return the results by name."""
     planned = runs(stages, folder)
-    return dict(zip(planned, measure(list(planned.values()), folder=folder, seconds=seconds)))
+    devices = {name: emulated(name) for name in SCHEDULES} if stages == 2 else {}
+    plans = [run.for_ranks(folder / name) for name, run in (planned | devices).items()]
+    results = dict(zip(planned | devices, run_ranks(stages, plans, folder, seconds=seconds)))
+    return {name: job_result(results[name]) for name in planned} | {
+        name: run.figures(folder / name) | {"ranks": results[name]}
+        for name, run in devices.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +144,9 @@ def four(tmp_path_factory):
 
 @pytest.fixture(params=[2, 4])
 def pipeline(request):
-    """The number of stages and the results with that many."""
-    return request.param, request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    """The number of stages and the results in virtual time with that many."""
+    results = request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    return request.param, {name: results[name] for name in results if name not in SCHEDULES}
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
@@ -281,6 +299,32 @@ def test_a_stage_that_stalls_once_delays_nobody_at_a_collective(four):
     assert result["compute"] == [72, 72, 172, 72]  # 6 iterations of 4 microbatches of 1 + 2
     assert [sum(idle.values()) for idle in result["idle"]] == [100, 100, 0, 100]
     assert all(idle["collective"] == idle["other_message"] == 0 for idle in result["idle"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_pass_and_step_lasts_on_an_emulated_device(two, schedule):
+    result = two[schedule]
+    chunks = 2 if schedule == "interleaved" else 1
+    trained = 2 + 2 + 2  # warm-up, measured, and last iterations
+    for rank in result["ranks"]:
+        assert len(rank["late"]) == trained * (2 * 2 * chunks + 1)
+    assert len(result["costs"]) == len(result["seconds_by_cause"]) == 2
+    for spent in result["seconds_by_cause"]:
+        assert spent["F"] > 0 < spent["B"] and spent["step"] > 0
+
+
+def test_what_emulated_devices_tell_fits_together(two):
+    devices = {name: emulated(name) for name in SCHEDULES}
+    measured = {name: [two[name]] for name in SCHEDULES}
+    results = {name: schedule_result(devices[name], measured[name]) for name in SCHEDULES}
+    add_ratios(devices, measured, results)
+    for name, result in results.items():
+        assert result["throughput"] == pytest.approx(2 / two[name]["seconds_per_iteration"])
+        assert result["utilization"] == max(result["utilization_by_stage"]) == (
+            result["utilization_by_stage"][1]
+        )
+        ratio = result["throughput"] / results["1f1b"]["throughput"]
+        assert result["ratio"] == pytest.approx(ratio)
 
 
 def test_a_run_that_cannot_start_shows_why(tmp_path):

@@ -251,7 +251,7 @@ def test_virtual_time_runs_the_script_itself_and_a_failure_is_a_remark(
     assert compare(plan, tmp_path / "out", title="T", virtual=True) == 0
     [(ranks, run)] = asked
     assert ranks == 2 and run["script"] == plan.script
-    assert (run["warmup"], run["iterations"]) == (3, 1)
+    assert run["result"] == {"warmup": 3, "iterations": 1}
     assert run["costs"] == {"forward": "1.000000,1.000000", "backward": "2.000000,2.000000",
                             "step": "0.500000,0.500000"}
     folder = tmp_path / "out/runs/1f1b/virtual"

@@ -112,6 +112,11 @@ def test_costs_and_utilization_of_a_trace(tmp_path):
     assert sum(found["seconds_by_cause"][0].values()) == pytest.approx(2 * 15.5)
     with pytest.raises(TraceError, match="before iteration 6"):
         trace_figures(tmp_path, skip=5)
+    some = trace_figures(tmp_path, skip=1, iterations=2)
+    assert sum(some["seconds_by_cause"][1].values()) == pytest.approx(2 * 15.5)
+    assert some["costs"] == found["costs"]
+    with pytest.raises(TraceError, match="before iteration 6"):
+        trace_figures(tmp_path, skip=1, iterations=5)
 
 
 def test_the_simulation_is_the_closed_form(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_paci.__main__ import main
-from megatron_paci.bench import command
+from megatron_paci.bench import virtual_command
 from megatron_paci.bench.call_sites import Collective, call_site
 from megatron_paci.bench.clock import Stamp, VirtualClock
 from megatron_paci.bench.costs import Costs, per_stage
@@ -180,10 +180,10 @@ def test_every_rank_of_a_stage_is_a_process():
 
 
 REFUSED = {
-    "--stages 0": "give 1 or more",
+    "--stages 0": "of 1 or more",
     "--replicas 0": "give 1 or more",
     "--tensor 0": "give 1 or more",
-    "--microbatches 0": "give 1 or more",
+    "--microbatches 0": "of 1 or more",
     "--schedule gpipe": "take one of",
     "--schedule paci --accum 3": "does not divide",
     "--schedule paci --accum 0": "does not divide",
@@ -207,7 +207,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_bad_input_is_refused_before_anything_starts(flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "measure", lambda *args, **kwargs: pytest.fail("started"))
+    monkeypatch.setattr(
+        virtual_command, "measure_runs", lambda *args, **kwargs: pytest.fail("started")
+    )
     line = ["--stages", "2", "--microbatches", "4", "--schedule", "1f1b"]
     line += ["--json", str(tmp_path / "x.json")]
     given = ["--megatron-args", "' --x"] if "quotes" in REFUSED[flags] else flags.split()
@@ -219,7 +221,7 @@ def test_bad_input_is_refused_before_anything_starts(flags, tmp_path, capsys, mo
 
 def test_the_command_writes_a_table_and_a_file(tmp_path, capsys, monkeypatch):
     result = job_result([one_iteration(0), one_iteration(1)])
-    monkeypatch.setattr(command, "measure", lambda runs, **kwargs: [result])
+    monkeypatch.setattr(virtual_command, "measure_runs", lambda runs, **kwargs: [result])
     path = tmp_path / "x.json"
     line = f"bench virtual --stages 2 --microbatches 4 --schedule paci --accum 2 --json {path}"
     assert main(line.split()) == 0
@@ -237,7 +239,7 @@ def test_a_failed_rank_and_an_interrupt_end_the_command(tmp_path, capsys, monkey
         def fail(*args, error=error, **kwargs):
             raise error
 
-        monkeypatch.setattr(command, "measure", fail)
+        monkeypatch.setattr(virtual_command, "measure_runs", fail)
         assert main(line.split()) == status
         assert str(error) in capsys.readouterr().err
 

@@ -55,6 +55,18 @@ def test_the_time_limit_ends_all(run, tmp_path):
         run(GOOD, HANGS, tmp_path, seconds=1)
 
 
+def test_when_the_time_is_up_ranks_say_where_they_are_and_what_they_did_last(run, tmp_path):
+    speaks = (
+        "import signal, time; handle = signal.signal; "
+        "handle(signal.SIGUSR1, lambda *_: print('a stack', flush=True)); "
+        "handle(signal.SIGTERM, lambda *_: sys.exit('the last action')); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    with pytest.raises(ranks.RankError, match="no end after 3 s") as error:
+        run(GOOD, speaks, tmp_path, seconds=3)
+    assert "ready\na stack\nthe last action" in str(error.value)
+
+
 def test_an_interrupt_ends_all(run, tmp_path):
     # A process that was started in the background ignores the signal otherwise.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
