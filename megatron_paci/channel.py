@@ -46,18 +46,16 @@ class PipelineChannel:
         self._next_forward = self._last_forward = self._end_of_run = 0
         self._next_backward = self._last_backward = self._sent_forwards = self._next_report = 0
 
-        def link(
-            group: torch.distributed.ProcessGroup | None, dtype: torch.dtype | None = None
-        ) -> Link | None:
-            return None if group is None else Link(group, config, dtype=dtype)
+        def link(group: torch.distributed.ProcessGroup | None) -> Link | None:
+            return None if group is None else Link(group, config)
 
         self._forward_in = link(groups.forward_from_previous)
         self._forward_out = link(groups.forward_to_next)
         self._backward_in = link(groups.backward_from_next)
         self._backward_out = link(groups.backward_to_previous)
-        # With variable sequence lengths: Megatron's receive buffers require grad, so no integers.
-        self._shape_in = link(groups.shapes_from_previous, torch.float64)
-        self._shape_out = link(groups.shapes_to_next, torch.float64)
+        # With variable sequence lengths.
+        self._shape_in = link(groups.shapes_from_previous)
+        self._shape_out = link(groups.shapes_to_next)
         self._sent_shapes: deque[tuple[int, ...]] = deque()
 
     def begin_stream(self, schedule: StageSchedule) -> None:
@@ -78,7 +76,7 @@ class PipelineChannel:
         self._end_of_run += count
         self._post_forward()
 
-    def receive_forward(self, microbatch: int) -> torch.Tensor | None:
+    def receive_forward(self, microbatch: int, with_report: bool) -> torch.Tensor | None:
         """Return the previous stage's output, shape (sequence, microbatch size, hidden)."""
         self._last_forward = microbatch
         if self._forward_in is None:
@@ -86,10 +84,10 @@ class PipelineChannel:
         if self._shape_in is not None:
             self._post_behind_shape()
         tensor = self._forward_in.take()
-        if self._schedule.reported_window(microbatch) is None:
-            self._post_forward()
-        else:
+        if with_report:
             self._forward_in.post_receive_report()
+        else:
+            self._post_forward()
         self._backward_out.release_sent(microbatch - self._previous_depth)
         return tensor
 
@@ -107,40 +105,44 @@ class PipelineChannel:
             return
         if not self._schedule.defer_step:
             self._post_upstream(microbatch - self._schedule.depth + 1)
-        shape = tuple(output_tensor.shape)
+        shape = output_tensor.shape
         if self._shape_out is not None:
-            vector = torch.tensor(shape, dtype=torch.float64, device=output_tensor.device)
-            self._shape_out.send(microbatch, vector)
+            self._shape_out.send_numbers(microbatch, shape)
         elif shape != self._shape():
             raise ValueError(
-                f"the output of microbatch {microbatch} has shape {shape}, the next stage expects "
-                f"{self._shape()}: set variable_seq_lengths in the model's configuration where "
-                "microbatches differ"
+                f"the output of microbatch {microbatch} has shape {tuple(shape)}, the next stage "
+                f"expects {self._shape()}: set variable_seq_lengths in the model's configuration "
+                "where microbatches differ"
             )
-        self._forward_out.send(microbatch, output_tensor)
+        # A tensor of its own over the same memory: the engine releases the data of the output.
+        self._forward_out.send(microbatch, output_tensor.data)
         self._sent_shapes.append(shape)
         self._sent_forwards += 1
         # The next stage sends its first gradient after it has taken this many forwards. A receive
         # posted before that would let whoever waits for the device wait for this stage itself.
         if self._sent_forwards >= self._next_depth:
             self._post_backward()
+        else:  # no gradient has come yet that would prove an arrival; NCCL knows of some
+            self._forward_out.release_sent(-1)
 
     def send_downstream(self, report: Report) -> None:
         """Send a report behind the forward sent last."""
         if self._forward_out is not None:
             self._forward_out.send_report(self._last_forward, report)
 
-    def receive_backward(self, microbatch: int) -> torch.Tensor | None:
+    def receive_backward(self, microbatch: int, with_report: bool) -> torch.Tensor | None:
         """Return the gradient of an output, None on the last stage."""
         self._last_backward = microbatch
         if self._backward_in is None:
             return None
         # Both are posted already unless no forward came before, or the step is deferred: then the
         # next stage reports only after the forward that was sent last.
-        self._post_backward()
-        self._post_upstream(microbatch)
+        if self._next_backward <= microbatch:
+            self._post_backward()
+        if with_report:
+            self._post_upstream(microbatch)
         gradient = self._backward_in.take()
-        if not self._schedule.ends_window(microbatch):
+        if not with_report:
             self._post_backward()
         taken = microbatch + self._next_depth - 1
         self._forward_out.release_sent(taken)
@@ -177,7 +179,7 @@ class PipelineChannel:
         """Post the receive of one forward, if it comes in this run."""
         if self._shape_in is not None:  # the message is posted when its shape is known
             if not self._shape_in.has_posted and self._next_forward < self._end_of_run:
-                self._shape_in.post_receive((3,))
+                self._shape_in.post_receive_numbers(3)
                 self._next_forward += 1
             return
         link = self._forward_in
@@ -188,7 +190,7 @@ class PipelineChannel:
 
     def _post_behind_shape(self) -> None:
         """Take the shape of a forward and post its receive."""
-        self._forward_in.post_receive(tuple(int(size) for size in self._shape_in.take()))
+        self._forward_in.post_receive(tuple(map(int, self._shape_in.take_numbers())))
 
     def _post_backward(self) -> None:
         """Post the receive of one gradient.

@@ -33,6 +33,7 @@ class MegatronCompute:
     ):
         self._model = model
         self._config = config
+        self._spared = config.num_microbatches_with_partial_activation_checkpoints
         self._depth = depth
         self._context_parallel_size = context_parallel_size
         self._is_last_stage = is_last_stage
@@ -40,6 +41,7 @@ class MegatronCompute:
         self._data_iterator: Any = None
         self._accumulation = 1
         self._num_tokens: deque[Any] = deque()
+        self._freed: torch.Tensor | None = None
         self.forward_data: list[Any] = []
 
     def bind(self, forward_step_func: Callable, data_iterator: Any, accumulation: int) -> None:
@@ -62,7 +64,10 @@ class MegatronCompute:
             self.forward_data,
             self._config,
             cp_group_size=self._context_parallel_size,
-            checkpoint_activations_microbatch=self._checkpoints_all_layers(microbatch),
+            # Whether this microbatch recomputes all layers; None if the model decides by itself.
+            checkpoint_activations_microbatch=(
+                None if self._spared is None else microbatch % self._depth >= self._spared
+            ),
             is_first_microbatch=first_of_version,
             current_microbatch=microbatch,
             is_last_stage=self._is_last_stage,
@@ -91,10 +96,12 @@ class MegatronCompute:
         return schedules.backward_step(input_tensor, output_tensor, output_grad, self._config)
 
     def release(self, output_tensor: torch.Tensor) -> None:
-        """Free the data of an output; the channel holds what is still being sent."""
-        schedules.deallocate_output_tensor(output_tensor, self._config.deallocate_pipeline_outputs)
+        """Free the data of an output; the channel holds what is still being sent.
 
-    def _checkpoints_all_layers(self, microbatch: int) -> bool | None:
-        """Whether this microbatch recomputes all layers; None if the model decides by itself."""
-        spared = self._config.num_microbatches_with_partial_activation_checkpoints
-        return None if spared is None else microbatch % self._depth >= spared
+        Does what Megatron's ``deallocate_output_tensor`` does, but without a new tensor for every
+        output: one element without meaning stands for all of them.
+        """
+        if self._config.deallocate_pipeline_outputs:
+            if self._freed is None or self._freed.dtype != output_tensor.dtype:
+                self._freed = torch.empty(1, dtype=output_tensor.dtype, device=output_tensor.device)
+            output_tensor.data = self._freed

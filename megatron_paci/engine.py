@@ -40,14 +40,14 @@ class Channel(Protocol):
     def expect_forwards(self, count: int) -> None:
         """Say how many forward messages this run will take, so receives can be posted ahead."""
 
-    def receive_forward(self, microbatch: int) -> Any:
-        """Return the input of ``microbatch``."""
+    def receive_forward(self, microbatch: int, with_report: bool) -> Any:
+        """Return the input of ``microbatch``; ``with_report`` if a report comes behind it."""
 
     def send_forward(self, microbatch: int, output_tensor: Any) -> None:
         """Send an output on; does not wait."""
 
-    def receive_backward(self, microbatch: int) -> Any:
-        """Return the gradient of the output of ``microbatch``."""
+    def receive_backward(self, microbatch: int, with_report: bool) -> Any:
+        """Return the gradient of the output of ``microbatch``; ``with_report`` likewise."""
 
     def send_backward(self, microbatch: int, input_grad: Any) -> None:
         """Send the gradient of an input back; does not wait."""
@@ -149,7 +149,7 @@ class Engine:
         self.drift_counts: Counter[int] = Counter()
         self.in_flight_max = 0
         self.in_flight: deque[InFlight] = deque()
-        self._last_actions: deque[str] = deque(maxlen=12)
+        self._last_actions: deque[Action] = deque(maxlen=12)
         self._current: Action | None = None
         self._forward_version: int | None = None
         self._begin_stream(schedule)
@@ -214,13 +214,13 @@ class Engine:
             self._step()
         if self.observer is not None:
             self.observer(self, action)
-        self._last_actions.append(str(action))
+        self._last_actions.append(action)
         self._current = None
 
     def _forward(self, microbatch: int) -> None:
         assert len(self.in_flight) < self.schedule.depth, "throttle exceeded"
-        input_tensor = self.channel.receive_forward(microbatch)
         reported = self.schedule.reported_window(microbatch)
+        input_tensor = self.channel.receive_forward(microbatch, reported is not None)
         if reported is not None:
             self.window.hear(self.channel.receive_downstream())
         # Cached low-precision weights are renewed by the first forward after each update.
@@ -232,15 +232,17 @@ class Engine:
             self.channel.send_downstream(self.window.tell(self._stream_version + reported))
         self.compute.release(output_tensor)
         self.in_flight.append(InFlight(microbatch, self.version, input_tensor, output_tensor))
-        self.in_flight_max = max(self.in_flight_max, len(self.in_flight))
+        if len(self.in_flight) > self.in_flight_max:
+            self.in_flight_max = len(self.in_flight)
         self.num_forwards += 1
         self._stream_forwards += 1
 
     def _backward(self, microbatch: int) -> None:
-        output_grad = self.channel.receive_backward(microbatch)
+        last = self.schedule.ends_window(microbatch)
+        output_grad = self.channel.receive_backward(microbatch, last)
         oldest = self.in_flight.popleft()
         assert oldest.microbatch == microbatch, "backwards are first in, first out"
-        self.window.prepare(self.schedule.ends_window(microbatch))
+        self.window.prepare(last)
         if self._forward_version != self.version:
             self.window.gather_weights()
         input_grad = self.compute.backward(oldest.input_tensor, oldest.output_tensor, output_grad)
@@ -276,7 +278,7 @@ class Engine:
             f"PACI stage {schedule.stage} of {schedule.num_stages}, accumulation "
             f"{schedule.accumulation}: in action {self._current or 'none'}, version "
             f"{self.version}, in flight [{queue}] of at most {schedule.depth}, last actions "
-            f"{' '.join(tuple(self._last_actions)) or 'none'}"
+            f"{' '.join(map(str, tuple(self._last_actions))) or 'none'}"
         )
 
     def statistics(self) -> dict[str, Any]:

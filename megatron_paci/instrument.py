@@ -166,13 +166,13 @@ class TimedChannel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.timed, name)
 
-    def receive_forward(self, microbatch: int) -> Any:
+    def receive_forward(self, microbatch: int, with_report: bool) -> Any:
         """Wait for the input of a microbatch."""
-        return self._wait(f"F{microbatch}", self.timed.receive_forward, microbatch)
+        return self._wait(f"F{microbatch}", self.timed.receive_forward, microbatch, with_report)
 
-    def receive_backward(self, microbatch: int) -> Any:
+    def receive_backward(self, microbatch: int, with_report: bool) -> Any:
         """Wait for the gradient of an output."""
-        return self._wait(f"B{microbatch}", self.timed.receive_backward, microbatch)
+        return self._wait(f"B{microbatch}", self.timed.receive_backward, microbatch, with_report)
 
     def receive_downstream(self) -> Any:
         """Wait for a report of the earlier stages."""

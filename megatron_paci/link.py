@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from megatron_paci.report import REPORT_LENGTH, Report
 class Link:
     """One direction between two stages; a rank either sends or receives on it.
 
-    Messages arrive in the order in which they were sent, activations and reports alike.
+    Messages arrive in the order in which they were sent, tensors and numbers alike. Numbers are
+    what the host makes and reads itself, reports and shapes. They go by a CUDA stream of their own:
+    copying them to or from the device by the current stream would let the host wait for all that
+    was issued there before, so for the compute of this stage.
     """
 
     def __init__(
@@ -42,23 +47,30 @@ class Link:
             return P2PCommunicator(pp_group=group, config=own)
 
         # Megatron's communicator sees the sender and the receiver as a pipeline of two stages; a
-        # second one on the same group differs in the type of what it receives.
+        # second one on the same group differs in the type of what it receives. Receive buffers
+        # require grad, so not even shapes are integers.
         self._tensors = communicator(dtype or config.pipeline_dtype)
-        self._reports = communicator(torch.float64)
+        self._numbers = communicator(torch.float64)
+        self._aside = torch.cuda.stream(torch.cuda.Stream())
         self._sent: deque[tuple[int, Any, torch.Tensor]] = deque()
         self._posted: deque[tuple[Any, torch.Tensor]] = deque()
 
     def send(self, microbatch: int, tensor: torch.Tensor) -> None:
-        """Post the send of ``tensor``, which must not change until it has arrived."""
-        # A tensor of its own over the same memory: the caller may release the data of its one.
-        self._post_send(self._tensors, microbatch, tensor.detach())
+        """Post the send of ``tensor``, which must not change or be freed until it has arrived."""
+        self._sent.append((microbatch, _post_send(self._tensors, tensor), tensor))
+
+    def send_numbers(self, microbatch: int, numbers: Sequence[float]) -> None:
+        """Post the send of numbers that belong to the message of ``microbatch``."""
+        with self._aside:
+            vector = torch.tensor(
+                numbers, dtype=torch.float64, device=torch.cuda.current_device()
+            )
+            request = RequestAside(_post_send(self._numbers, vector), self._aside)
+        self._sent.append((microbatch, request, vector))
 
     def send_report(self, microbatch: int, report: Report) -> None:
-        """Post the send of a report behind the message of ``microbatch``."""
-        vector = torch.tensor(
-            report.vector(), dtype=torch.float64, device=torch.cuda.current_device()
-        )
-        self._post_send(self._reports, microbatch, vector)
+        """Likewise for a report."""
+        self.send_numbers(microbatch, report.vector())
 
     def release_sent(self, arrived: int) -> None:
         """Let go of the sends up to microbatch ``arrived``, and of others known to be complete."""
@@ -77,11 +89,16 @@ class Link:
 
     def post_receive(self, shape: tuple[int, ...]) -> None:
         """Post the receive of the next message."""
-        self._post_receive(self._tensors, shape)
+        self._posted.append(_post_receive(self._tensors, shape))
+
+    def post_receive_numbers(self, count: int) -> None:
+        """Post the receive of the next message, which is ``count`` numbers."""
+        with self._aside:
+            self._posted.append(_post_receive(self._numbers, (count,)))
 
     def post_receive_report(self) -> None:
         """Post the receive of the next message, which is a report."""
-        self._post_receive(self._reports, (REPORT_LENGTH,))
+        self.post_receive_numbers(REPORT_LENGTH)
 
     def take(self) -> torch.Tensor:
         """Wait for the message that was posted first and return it; it requires grad."""
@@ -89,33 +106,51 @@ class Link:
         request.wait()
         return tensor
 
+    def take_numbers(self) -> list[float]:
+        """Likewise for numbers; the host waits until they are here."""
+        with self._aside:
+            return self.take().tolist()
+
     def take_report(self) -> Report:
         """Likewise for a report."""
-        return Report.from_vector(self.take().tolist())
-
-    def _post_send(
-        self, communicator: P2PCommunicator, microbatch: int, message: torch.Tensor
-    ) -> None:
-        _, requests = _communicate(communicator, send=message)
-        self._sent.append((microbatch, requests["send_next"], message))
-
-    def _post_receive(self, communicator: P2PCommunicator, shape: tuple[int, ...]) -> None:
-        tensor, requests = _communicate(communicator, receive_shape=shape)
-        self._posted.append((requests["recv_prev"], tensor))
+        return Report.from_vector(self.take_numbers())
 
 
-def _communicate(
-    communicator: P2PCommunicator,
-    *,
-    send: torch.Tensor | None = None,
-    receive_shape: tuple[int, ...] | None = None,
-) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    received, _, requests = communicator._communicate(
-        tensor_send_next=send,
+class RequestAside:
+    """A request that another stream waits for: the one whose memory the message is."""
+
+    def __init__(self, request: Any, stream: AbstractContextManager):
+        self._request = request
+        self._stream = stream
+        self.is_completed = request.is_completed
+
+    def wait(self) -> None:
+        """Let the stream wait."""
+        with self._stream:
+            self._request.wait()
+
+
+def _post_send(communicator: P2PCommunicator, tensor: torch.Tensor) -> Any:
+    _, _, requests = communicator._communicate(
+        tensor_send_next=tensor,
         tensor_send_prev=None,
-        recv_prev=receive_shape is not None,
+        recv_prev=False,
         recv_next=False,
-        tensor_shape=receive_shape,
+        tensor_shape=None,
         wait_on_reqs=False,
     )
-    return received, requests
+    return requests["send_next"]
+
+
+def _post_receive(
+    communicator: P2PCommunicator, shape: tuple[int, ...]
+) -> tuple[Any, torch.Tensor]:
+    tensor, _, requests = communicator._communicate(
+        tensor_send_next=None,
+        tensor_send_prev=None,
+        recv_prev=True,
+        recv_next=False,
+        tensor_shape=shape,
+        wait_on_reqs=False,
+    )
+    return requests["recv_prev"], tensor

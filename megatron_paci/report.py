@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 EXIT_ON_SIGNAL = 1
 EXIT_ON_DURATION = 2
@@ -44,13 +44,19 @@ class Report:
 
     def vector(self) -> tuple[float, ...]:
         """Return the fields as numbers."""
-        return tuple(map(float, astuple(self)))
+        return (
+            float(self.window), self.sum_of_squares, self.num_zeros, float(self.skipped),
+            self.num_tokens, self.loss_scale, float(self.requests),
+        )
 
     @classmethod
     def from_vector(cls, values: Sequence[float]) -> Report:
         """Inverse of ``vector``."""
-        return cls(*(int(value) if field.name in ("window", "skipped", "requests") else value
-                     for field, value in zip(fields(cls), values, strict=True)))
+        window, sum_of_squares, num_zeros, skipped, num_tokens, loss_scale, requests = values
+        return cls(
+            int(window), sum_of_squares, num_zeros, int(skipped), num_tokens, loss_scale,
+            int(requests),
+        )
 
 
 REPORT_LENGTH = len(fields(Report))

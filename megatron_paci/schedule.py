@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count, islice
+from typing import NamedTuple
 
 
 class Kind(enum.Enum):
@@ -29,17 +30,15 @@ class Kind(enum.Enum):
     STEP = "STEP"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One unit of a stage's work. ``str(action)`` is ``F3``, ``B0`` or ``STEP``."""
+class Action(NamedTuple):
+    """One unit of a stage's work. ``str(action)`` is ``F3``, ``B0`` or ``STEP``.
+
+    A tuple, since two are made for every microbatch that is trained.
+    """
 
     kind: Kind
     microbatch: int | None = None
-    """Index in the stream since the last drain; None for a step."""
-
-    def __post_init__(self) -> None:
-        if (self.microbatch is None) != (self.kind is Kind.STEP):
-            raise ValueError("a forward or backward has a microbatch, a step has none")
+    """Index in the stream since the last drain; None for a step, and for a step alone."""
 
     def __str__(self) -> str:
         return self.kind.value if self.microbatch is None else f"{self.kind.value}{self.microbatch}"
@@ -103,7 +102,7 @@ class StageSchedule:
         for microbatch in count():
             oldest = microbatch - self.depth + 1
             forward = Action(Kind.FORWARD, microbatch)
-            yield (forward, *self._backward(oldest)) if oldest >= 0 else (forward,)
+            yield (forward,) + self._backward(oldest) if oldest >= 0 else (forward,)
 
     def drain(self, num_forwards: int) -> Iterator[Action]:
         """Yield what remains after ``num_forwards`` ticks when no further forward follows."""

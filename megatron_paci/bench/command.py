@@ -25,6 +25,8 @@ from typing import Any
 
 from megatron_paci.bench import (
     emulated_command,
+    host_command,
+    memory_command,
     real_command,
     scale_command,
     virtual_command,
@@ -37,6 +39,8 @@ BENCHMARKS = {
     "real": real_command,
     "emulated": emulated_command,
     "virtual": virtual_command,
+    "memory": memory_command,
+    "host": host_command,
     "scale": scale_command,
 }
 

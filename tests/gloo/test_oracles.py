@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_paci.bench import memory
 from megatron_paci.schedule import StageSchedule
 from tests.gloo.launch import flags, launch
 from tests.gloo.scenarios import EVERY, drained_pair, replay_of, variant_flags
 
 ITERATIONS = 4
+MEMORY = memory.MemoryRun()
 PACI = "--clip-grad 0 --pipeline-schedule paci"
 VARIANTS = {
     "plain": "",
@@ -88,8 +90,20 @@ def two(folder):
 def four(folder):
     variants = {"plain": "", "uneven": "--num-layers 6 --decoder-first-pipeline-num-layers 1 "
                                        "--decoder-last-pipeline-num-layers 1"}
-    scenarios = drained_pairs(4, variants) | streams(4, folder) | variations(4)
+    scenarios = (
+        drained_pairs(4, variants) | streams(4, folder) | variations(4) | counted(folder)
+    )
     return launch(4, scenarios, folder / "four", seconds=300)
+
+
+def counted(folder) -> dict[str, dict]:
+    """Return the two runs of ``bench memory``, which leave what they count in folders."""
+    scenarios = {}
+    for schedule in memory.SCHEDULES:
+        (folder / schedule).mkdir()
+        run = MEMORY.run(schedule, folder / schedule)
+        scenarios[schedule] = {"script": memory.SCRIPT, "arguments": run.arguments(folder)}
+    return scenarios
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +185,15 @@ def test_2_no_copy_of_the_weights_is_kept(two):
     message = 32 * 2 * 64 * 4  # sequence, microbatch, hidden, bytes; the weights are 30 times that
     for stock, paci in zip(two["stock-plain"], two["n2m8a1"]):
         assert abs(paci["bytes"] - stock["bytes"]) < 3 * message
+
+
+def test_2_memory_is_that_of_1f1b_on_every_stage(four, folder):
+    """Parameters, gradients, optimizer state and activations to the byte; one more message each."""
+    result = memory.compare(
+        MEMORY, {schedule: memory.stages_of(folder / schedule) for schedule in memory.SCHEDULES}
+    )
+    assert result["weights_ratio"] == [1, 1, 1, 1]
+    assert result["activations_ratio"] == [1, 1, 1, 1]
 
 
 def test_6_one_stage_equals_gradient_accumulation(one):

@@ -36,6 +36,9 @@ class LoggingLink:
         self._sent.append(microbatch)
         self._log.append(("send", self._name, "tensor"))
 
+    def send_numbers(self, microbatch, numbers):
+        self._log.append(("send", self._name, "numbers"))
+
     def send_report(self, microbatch, report):
         self._sent.append(microbatch)
         self._log.append(("send", self._name, "report"))
@@ -44,6 +47,10 @@ class LoggingLink:
         self._pending += 1
         self._log.append(("post", self._name, "tensor"))
 
+    def post_receive_numbers(self, count):
+        self._pending += 1
+        self._log.append(("post", self._name, "numbers"))
+
     def post_receive_report(self):
         self._pending += 1
         self._log.append(("post", self._name, "report"))
@@ -51,7 +58,11 @@ class LoggingLink:
     def take(self):
         self._pending -= 1
         self._log.append(("take", self._name, "tensor"))
-        return torch.zeros(0)  # as a shape, that of the messages here
+
+    def take_numbers(self):
+        self._pending -= 1
+        self._log.append(("take", self._name, "numbers"))
+        return []  # as a shape, that of the messages here
 
     def take_report(self):
         self._pending -= 1

@@ -35,13 +35,13 @@ class MockStage:
     def expect_forwards(self, count):
         self.expected += count
 
-    def receive_forward(self, microbatch):
+    def receive_forward(self, microbatch, with_report):
         return f"in{microbatch}"
 
     def send_forward(self, microbatch, output_tensor):
         self.log.append(f"send {output_tensor}")
 
-    def receive_backward(self, microbatch):
+    def receive_backward(self, microbatch, with_report):
         return f"grad{microbatch}"
 
     def send_backward(self, microbatch, input_grad):
