@@ -127,10 +127,15 @@ class StageSchedule:
         all stages have taken the step by then, and know the rule without being told. None for
         forwards that carry no report.
         """
-        stepped = self._stepped_at_forward(microbatch, 0)
+        stepped = microbatch - self._lead_of_first_stage
         if stepped < self.accumulation or stepped % self.accumulation:
             return None
         return stepped // self.accumulation - 1
+
+    @cached_property
+    def _lead_of_first_stage(self) -> int:
+        """Forwards of the first stage that are not followed by a step with their backward yet."""
+        return self.depth_of(0) - 1 + self.defer_step
 
     @property
     def report_lag(self) -> int:

@@ -38,6 +38,7 @@ class Model:
 
     pre_process = post_process = True
     ddp_config = None
+    buffers = expert_parallel_buffers = ()
 
     def __init__(self, config: TransformerConfig):
         self.config = config

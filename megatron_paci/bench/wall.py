@@ -70,6 +70,8 @@ class WallRun(TrainingRun):
                 "num_stages": self.stages,
                 "num_microbatches": self.microbatches,
                 "accumulation": self.accum or self.microbatches,
+                "extra_in_flight": self.extra_in_flight,
+                "defer_step": False,
                 "chunks": self.chunks,
             },
             costs,

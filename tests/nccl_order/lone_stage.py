@@ -38,6 +38,7 @@ class Model(torch.nn.Module):
         self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
         self.share_embeddings_and_output_weights = tied
         self.weight = torch.nn.Parameter(torch.ones(5, 1))
+        self.buffers, self.expert_parallel_buffers = [], []
         self.weight.main_grad = torch.zeros(5, 1)
         self.weight.shared_embedding = tied and (self.pre_process or self.post_process)
 

@@ -37,6 +37,7 @@ class LoggingLink:
         self._log.append(("send", self._name, "tensor"))
 
     def send_numbers(self, microbatch, numbers):
+        self._sent.append(microbatch)
         self._log.append(("send", self._name, "numbers"))
 
     def send_report(self, microbatch, report):

@@ -52,7 +52,8 @@ def test_memory_is_freed_only_when_the_stream_is_drained(monkeypatch):
     engine = SimpleNamespace(streaming=True)
     stage = SimpleNamespace(
         engine=engine, is_last_stage=False, set_accumulation=lambda accumulation: None,
-        window=SimpleNamespace(skipped=0, ledger=SimpleNamespace(newest=None)),
+        window=SimpleNamespace(ledger=SimpleNamespace(newest=None)),
+        has_skipped=lambda: False,
     )
     arguments = SimpleNamespace(
         paci_accum=1, seq_length=1, micro_batch_size=1, decoder_seq_length=None,
