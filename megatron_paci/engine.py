@@ -206,10 +206,11 @@ class Engine:
     def execute(self, action: Action) -> None:
         """Run one action; the caller keeps the order of the schedule."""
         self._current = action
-        if action.kind is Kind.FORWARD:
-            self._forward(action.microbatch)
-        elif action.kind is Kind.BACKWARD:
-            self._backward(action.microbatch)
+        kind, microbatch = action
+        if kind is Kind.FORWARD:
+            self._forward(microbatch)
+        elif kind is Kind.BACKWARD:
+            self._backward(microbatch)
         else:
             self._step()
         if self.observer is not None:

@@ -99,10 +99,13 @@ class StageSchedule:
 
     def ticks(self) -> Iterator[tuple[Action, ...]]:
         """Yield the endless order in ticks: a forward and what follows before the next forward."""
+        ahead = self.depth - 1
         for microbatch in count():
-            oldest = microbatch - self.depth + 1
             forward = Action(Kind.FORWARD, microbatch)
-            yield (forward,) + self._backward(oldest) if oldest >= 0 else (forward,)
+            if microbatch < ahead:
+                yield (forward,)
+            else:
+                yield (forward,) + self._backward(microbatch - ahead)
 
     def drain(self, num_forwards: int) -> Iterator[Action]:
         """Yield what remains after ``num_forwards`` ticks when no further forward follows."""
