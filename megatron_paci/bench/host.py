@@ -42,24 +42,26 @@ def measure(run: HostRun) -> dict[str, Any]:
     Returns:
         ``ratio``, PACI / 1F1B on the stage where it is largest; ``stages``, for each stage its
         number, microseconds per microbatch of both, and their ratio, without posting messages and
-        with it (``host_rig.HostRig``); ``profile`` by schedule, text; ``parameters``.
+        with it (``host_rig.HostRig``), and ``telemetry_us``, what PACI takes longer while it is
+        observed; ``profile`` by schedule, text; ``parameters``.
     """
     # Here, since the command line has to be quick without PyTorch.
     from megatron_paci.bench.host_rig import HostRig
 
-    def rig(stage: int, *, posting: bool = False) -> HostRig:
+    def rig(stage: int, **options: bool) -> HostRig:
         return HostRig(
-            stage, run.stages, run.microbatches, run.accum or run.microbatches, posting=posting
+            stage, run.stages, run.microbatches, run.accum or run.microbatches, **options
         )
 
-    stages = [
-        {
+    stages = []
+    for stage in sorted({0, run.stages // 2, run.stages - 1}):
+        plain, observed = compare(rig(stage), run), compare(rig(stage, observed=True), run)
+        stages.append({
             "stage": stage,
-            **compare(rig(stage), run),
+            **plain,
             "with_posting": compare(rig(stage, posting=True), run),
-        }
-        for stage in sorted({0, run.stages // 2, run.stages - 1})
-    ]
+            "telemetry_us": observed["paci_us"] - plain["paci_us"],
+        })
     profile = {"profile": profiles(rig(run.stages // 2), run)} if run.profile else {}
     return {
         "parameters": asdict(run),

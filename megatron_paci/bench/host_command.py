@@ -60,14 +60,14 @@ def table(result: dict[str, Any]) -> str:
     """Return the times of every stage as text."""
     lines = [
         "us per microbatch      without posting messages       with posting",
-        "stage                1F1B     PACI    ratio      1F1B     PACI    ratio",
+        "stage                1F1B     PACI    ratio      1F1B     PACI    ratio   telemetry adds",
     ]
     for stage in result["stages"]:
         cells = "   ".join(
             f"{each['1f1b_us']:7.2f}  {each['paci_us']:7.2f}  {each['ratio']:7.3f}"
             for each in (stage, stage["with_posting"])
         )
-        lines.append(f"{stage['stage']:5d}             {cells}")
+        lines.append(f"{stage['stage']:5d}             {cells}   {stage['telemetry_us']:14.2f}")
     lines.append(
         f"largest ratio: {result['ratio']:.3f}, with posting "
         f"{result['ratio_with_posting']:.3f}"

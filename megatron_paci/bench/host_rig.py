@@ -28,7 +28,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_paci.build import MegatronStage, install_stage
 from megatron_paci.forward_backward import forward_backward_pipelining_paci
+from megatron_paci.instrument import Instrument
 from megatron_paci.report import REPORT_LENGTH, Report
+from megatron_paci.telemetry import IdleTime
+from megatron_paci.timeline import HostClock, Timeline
 
 SHAPE = (1, 1, 1)
 
@@ -79,6 +82,7 @@ class HostRig:
         accumulation: int,
         *,
         posting: bool = False,
+        observed: bool = False,
     ):
         """Build the stage and put the replacements in place.
 
@@ -87,6 +91,7 @@ class HostRig:
             microbatches: Per iteration.
             accumulation: Microbatches per optimizer step of PACI.
             posting: Whether messages are posted with PyTorch.
+            observed: Whether the stage is observed as for telemetry (instrument.py).
         """
         self._originals: list[tuple[Any, str, Any]] = []
         self._replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
@@ -109,8 +114,9 @@ class HostRig:
         )
         model = Model(config)
         self._communicator = P2PCommunicator(pipeline, config)
+        optimizer = Optimizer(pipeline)
         self._stage = MegatronStage(
-            model, Optimizer(pipeline), None, accumulation=accumulation, pg_collection=self._groups
+            model, optimizer, None, accumulation=accumulation, pg_collection=self._groups
         )
         self._leave_out_updates()
         self._arguments = {
@@ -127,6 +133,10 @@ class HostRig:
             self._replace(Report, "from_vector", report_of_nothing)
         else:
             self._replace(P2PCommunicator, "_communicate", communicate)
+        self._instrument = None
+        if observed:
+            self._instrument = Instrument(Timeline(HostClock()), optimizer, self._stage)
+            self._idle = IdleTime()
         install_stage(self._stage)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
@@ -154,10 +164,15 @@ class HostRig:
     def paci(self) -> None:
         """Run an iteration of the PACI stream."""
         forward_backward_pipelining_paci(**self._arguments)
+        if self._instrument is not None:
+            self._instrument.end_iteration()
+            self._idle.add(self._instrument.timeline.take())
 
     def close(self) -> None:
         """Put everything back."""
         self._stage.drain()
+        if self._instrument is not None:
+            self._instrument.close()
         install_stage(None)
         self._stage.close()
         torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from itertools import chain, islice
 
 import pytest
@@ -119,6 +120,18 @@ def test_a_rig_puts_everything_back(rig):
     assert installed_stage() is None and not torch.distributed.is_initialized()
 
 
+def test_an_observed_stage_has_a_span_for_every_pass(monkeypatch):
+    built, spans = HostRig(1, 2, 4, 2, observed=True), []
+    monkeypatch.setattr(built._idle, "add", spans.extend)
+    try:
+        built.paci()
+    finally:
+        built.close()
+    count = Counter(span.kind for span in spans)
+    assert count["F"] == count["B"] == count["send"] == 4 and count["iteration"] == 1
+    assert not torch.distributed.is_initialized()
+
+
 def test_the_result_has_three_stages_and_the_largest_ratio():
     run = host.HostRun(stages=4, microbatches=2, accum=1, repetitions=1, profile=3)
     result = host.measure(run)
@@ -128,6 +141,7 @@ def test_the_result_has_three_stages_and_the_largest_ratio():
         stage["with_posting"]["ratio"] for stage in result["stages"]
     )
     assert min(stage["paci_us"] for stage in result["stages"]) > 0
+    assert all(stage["telemetry_us"] != 0 for stage in result["stages"])
     assert result["parameters"]["accum"] == 1
     text = host_command.table(result)
     assert f"largest ratio: {result['ratio']:.3f}" in text and "ncalls" in text
