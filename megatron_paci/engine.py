@@ -9,7 +9,7 @@ in tests.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -179,23 +179,38 @@ class Engine:
             ValueError: ``num_forwards`` is not a multiple of the window length, so a later drain
                 would not fall on a window boundary.
         """
+        for tick in self.ticks(num_forwards):
+            for action in tick:
+                self.execute(action)
+
+    def ticks(self, num_forwards: int) -> Iterator[tuple[Action, ...]]:
+        """Return what ``run`` executes; each is to be executed before the next one is asked for.
+
+        For whoever runs several stages in turn in one process.
+        """
         if num_forwards % self.schedule.accumulation:
             raise ValueError(
                 f"{num_forwards} microbatches are not a multiple of the accumulation of "
                 f"{self.schedule.accumulation}; choose an accumulation that divides them"
             )
         self.channel.expect_forwards(num_forwards)
-        for tick in islice(self._ticks, num_forwards):
-            for action in tick:
-                self.execute(action)
+        return islice(self._ticks, num_forwards)
 
     def drain(self) -> None:
         """Run the backwards and steps of all microbatches in flight, and begin a new stream.
 
         All stages have to drain after the same forwards. Without effect on a drained engine.
         """
-        for action in self.schedule.drain(self._stream_forwards):
+        for action in self.drain_actions():
             self.execute(action)
+        self.end_stream()
+
+    def drain_actions(self) -> Iterator[Action]:
+        """Return what ``drain`` executes."""
+        return self.schedule.drain(self._stream_forwards)
+
+    def end_stream(self) -> None:
+        """Begin a new stream, after ``drain_actions``."""
         assert not self.in_flight and self.num_forwards == self.num_backwards
         if self._stream_forwards:
             self.window.settle()

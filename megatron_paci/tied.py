@@ -15,6 +15,7 @@ version. After a drain both are equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class TiedEmbedding:
         config: Any,
         *,
         is_owner: bool,
+        make_link: Callable[..., Any] = Link,
     ):
         """Set up the links; nothing is posted yet.
 
@@ -47,14 +49,15 @@ class TiedEmbedding:
             groups: Communicators, created with ``tied=True``.
             config: Megatron's model configuration; copied.
             is_owner: True on the first stage, False on the last.
+            make_link: Called for each direction as ``Link`` is.
         """
         self._parameter = parameter
         self._updated = updated_by(optimizer, parameter)
         self._groups = groups
         self._is_owner = is_owner
         self._windows_taken_late = 0
-        self._gradients = Link(groups.tied_gradient, config, dtype=parameter.main_grad.dtype)
-        self._weights = Link(groups.tied_weight, config, dtype=parameter.dtype)
+        self._gradients = make_link(groups.tied_gradient, config, dtype=parameter.main_grad.dtype)
+        self._weights = make_link(groups.tied_weight, config, dtype=parameter.dtype)
         self._steps = 0
         self._weights_sent = 0
         self._weights_taken = 0

@@ -101,7 +101,7 @@ class ReplayStage:
 def replay_training(
     seen: dict, train_args: tuple, *, num_stages: int, accumulation: int, initial: str,
     streams: list[list[int]] | None = None, clip: str = "pipelined", poison: dict | None = None,
-    extra_in_flight: int = 0, defer_step: bool = False,
+    extra_in_flight: int = 0, defer_step: bool = False, stash: bool = False,
 ):
     """Replay all iterations; stands in for Megatron's ``train``.
 
@@ -114,6 +114,7 @@ def replay_training(
         poison: ``stage`` and ``microbatch`` whose backward gives NaN.
         extra_in_flight: More microbatches in flight for each later stage.
         defer_step: Whether a step waits for one more forward.
+        stash: Backwards take the weights of their forward, not those of now (eq. 1).
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
@@ -129,7 +130,9 @@ def replay_training(
     streams = streams or [[args.train_iters, get_num_microbatches(), accumulation]]
     for iterations, microbatches, window in streams:
         before = len(losses)
-        rules = Rules(window, forward_step_func, clip, poison or {}, extra_in_flight, defer_step)
+        rules = Rules(
+            window, forward_step_func, clip, poison or {}, extra_in_flight, defer_step, stash
+        )
         run_stream(stages, iterations * microbatches, rules)
         for start in range(before, len(losses), microbatches):
             total = torch.stack([entry["lm loss"] for entry in losses[start:start + microbatches]])
@@ -151,6 +154,7 @@ class Rules:
     poison: dict
     extra_in_flight: int
     defer_step: bool
+    stash: bool
 
     def depth(self, stages: list, index: int) -> int:
         """Return the most microbatches that wait for their backward on a stage."""
@@ -205,20 +209,35 @@ def forward(stages, index: int, rules: Rules) -> None:
     )
     stage.forwards += 1
     stage.tokens.append(int(tokens))
-    stage.waiting.append((received, output))
+    stash = copy.deepcopy(weights(stage)) if rules.stash else None
+    stage.waiting.append((received, output, stash))
     if not stage.is_last:
         stages[index + 1].inputs.append(output.detach().clone().requires_grad_())
 
 
+def weights(stage) -> list[torch.Tensor]:
+    return [parameter.data for parameter in stage.model.parameters()]
+
+
+def set_weights(stage, values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(stage.model.parameters(), values, strict=True):
+        parameter.data.copy_(value)
+
+
 def backward(stages, index: int, rules: Rules) -> None:
     stage = stages[index]
-    received, output = stage.waiting.popleft()
+    received, output, stash = stage.waiting.popleft()
     if stage.backwards % rules.accumulation == 0:
         stage.model.zero_grad_buffer()
         stage.optimizer.zero_grad()
     if received is not None:
         received.retain_grad()
+    if rules.stash:
+        now = copy.deepcopy(weights(stage))
+        set_weights(stage, stash)
     torch.autograd.backward(output, None if stage.is_last else stage.gradients.popleft())
+    if rules.stash:
+        set_weights(stage, now)
     gradient = None if received is None else received.grad.clone()
     if rules.poison and (index, stage.backwards) == (
         rules.poison["stage"], rules.poison["microbatch"]

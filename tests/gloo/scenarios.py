@@ -50,3 +50,15 @@ def replay_of(
             **rules,
         },
     }
+
+
+def local_run(
+    initial: Path, base: str, *, extra: str, num_stages: int, phases: list, **rules: Any
+) -> dict:
+    """Return a run of the package's own runner (local_run.py) on the weights in ``initial``."""
+    return {
+        "arguments": flags(1, extra, base),
+        "local": {
+            "num_stages": num_stages, "phases": phases, "initial": str(initial), **rules,
+        },
+    }

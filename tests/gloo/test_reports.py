@@ -11,7 +11,14 @@ import math
 import pytest
 
 from tests.gloo.launch import TINY_GPT, RankError, flags, launch
-from tests.gloo.scenarios import EVERY, TIED, drained_pair, replay_of, variant_flags
+from tests.gloo.scenarios import (
+    EVERY,
+    TIED,
+    drained_pair,
+    local_run,
+    replay_of,
+    variant_flags,
+)
 
 MASKED = "--calculate-per-token-loss"
 ITERATIONS = 4
@@ -45,6 +52,24 @@ STREAMS = {
 }
 # Drained with a deferred step, against the same 1F1B.
 DEFERRED = ("tied-bf16", "tied-per-token", "fp16")
+
+# megatron_paci.convergence, with all stages in one process.
+IN_ONE_PROCESS = [
+    (name, num_stages)
+    for name in ("clipped-a1", "local-a2", "tied-a4") for num_stages in (2, 4)
+]
+CLIPPED = "--clip-grad 0.3"
+LOCAL = {
+    "1f1b": {"phases": [[4, 0]]},
+    "start": {"phases": [[2, 0], [2, 2]]},
+    "paci": {"phases": [[4, 1]]},
+    "stashed": {"phases": [[4, 1]], "stash": True},
+    "global": {"phases": [[4, 1]], "clip": "global"},
+    "loose": {"phases": [[4, 1]], "extra": "--clip-grad 1e9"},
+    "loose-global": {"phases": [[4, 1]], "clip": "global", "extra": "--clip-grad 1e9"},
+    "drained": {"phases": [[4, 2]], "stop": {"iteration": 2, "anew": False}},
+    "resumed": {"phases": [[4, 2]], "stop": {"iteration": 2, "anew": True}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +153,10 @@ def two(folder):
                               "--save-interval 1 --exit-signal-handler"),
         "stop": {"iteration": 2, "rank": 1, "how": "signal"},
     }
+    scenarios["stock-clipped"] = {
+        "arguments": flags(2, CLIPPED, TIED), "plugin": False,
+        "save_initial": str(folder / "clipped"),
+    }
     return launch(2, scenarios, folder / "two", seconds=300)
 
 
@@ -159,6 +188,19 @@ def one(folder, two, four):
                 folder / f"{name}-{num_stages}", extra, base,
                 num_stages=num_stages, accumulation=accumulation, **rules,
             )
+    for name, num_stages in IN_ONE_PROCESS:
+        accumulation, extra, base, rules = STREAMS[name]
+        scenarios[f"local-{name}-{num_stages}"] = local_run(
+            folder / f"{name}-{num_stages}", base, extra=extra.replace("--paci-clip local", ""),
+            num_stages=num_stages, phases=[[ITERATIONS, accumulation]], **rules,
+        )
+    for name, rules in LOCAL.items():
+        scenarios[f"local-{name}"] = local_run(
+            folder / "clipped", TIED, num_stages=2, **{"extra": CLIPPED, **rules}
+        )
+    scenarios["stashed"] = replay_of(
+        folder / "clipped", CLIPPED, TIED, num_stages=2, accumulation=1, stash=True
+    )
     return launch(1, scenarios, folder / "one", seconds=300)
 
 
@@ -169,6 +211,43 @@ def test_a_stream_equals_its_replay(two, four, one, name, num_stages):
     assert ranks[-1]["losses"] == replay["losses"] and len(replay["losses"]) == ITERATIONS
     assert [rank["weights"] for rank in ranks] == replay["weights"]
     assert [rank["skipped"] for rank in ranks] == replay["skipped"]
+
+
+@pytest.mark.parametrize("name, num_stages", IN_ONE_PROCESS)
+def test_all_stages_in_one_process_equal_the_distributed_run(two, four, one, name, num_stages):
+    ranks, local = (two if num_stages == 2 else four)[name], one[f"local-{name}-{num_stages}"][0]
+    assert ranks[-1]["losses"] == local["losses"] and len(local["losses"]) == ITERATIONS
+    assert [rank["weights"] for rank in ranks] == local["weights"]
+
+
+def test_1f1b_in_one_process_equals_megatron_clipping_and_tied_weights_included(two, one):
+    ranks, [local] = two["stock-clipped"], one["local-1f1b"]
+    assert ranks[-1]["losses"] == local["losses"] and len(local["losses"]) == ITERATIONS
+    assert [rank["weights"] for rank in ranks] == local["weights"]
+
+
+def test_in_one_process_a_synchronous_start_is_1f1b_up_to_the_switch(one):
+    start, whole = one["local-start"][0]["losses"], one["local-1f1b"][0]["losses"]
+    assert start[:2] == whole[:2] and start[3] != whole[3]
+
+
+def test_in_one_process_a_resumed_run_equals_one_that_was_only_drained(one):
+    [resumed], [drained] = one["local-resumed"], one["local-drained"]
+    for key in ("losses", "weights", "optimizer"):
+        assert resumed[key] == drained[key]
+
+
+def test_in_one_process_stashed_weights_are_those_of_the_forward(one):
+    [local], [replay], [plain] = one["local-stashed"], one["stashed"], one["local-paci"]
+    assert (local["losses"], local["weights"]) == (replay["losses"], replay["weights"])
+    assert local["weights"] != plain["weights"]
+
+
+def test_in_one_process_the_true_norm_changes_the_norm_alone(one):
+    """Waiting for it changes no order: where nothing is clipped, nothing changes."""
+    for key in ("losses", "weights", "optimizer"):
+        assert one["local-loose-global"][0][key] == one["local-loose"][0][key]
+    assert one["local-global"][0]["losses"] != one["local-paci"][0]["losses"]
 
 
 def test_clipping_and_its_rules_make_a_difference(two):

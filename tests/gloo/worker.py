@@ -59,7 +59,8 @@ def watch(seconds: float) -> threading.Timer:
 
 
 def train(arguments: list[str], *, script: str, save_initial: str | None = None,
-          replay: dict | None = None, sleep_ms: float = 0, sleep_seed: int = 0,
+          replay: dict | None = None, local: dict | None = None,
+          sleep_ms: float = 0, sleep_seed: int = 0,
           poison: dict | None = None, stop: dict | None = None, hang: dict | None = None,
           collectives: bool = False, order: bool = False) -> dict:
     """Run a launch script under the hooks; return what this rank saw.
@@ -67,6 +68,8 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
     Args:
         save_initial: File stem; the initial state of the model goes to ``<stem>.rank<r>.pt``.
         replay: Instead of training, replay ``replay["num_stages"]`` stages in this process.
+        local: Instead of training, train ``local["num_stages"]`` stages in this process with the
+            package's own runner (local_run.py).
         sleep_ms: Most milliseconds of a random sleep after every action.
         sleep_seed: Seed of these sleeps, which differ by rank as well.
         poison: Plant NaN at ``stage`` and ``microbatch``, ``where`` is forward or backward.
@@ -106,6 +109,10 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
             from tests.gloo.replay import replay_training
 
             return replay_training(seen, args, **replay)
+        if local:
+            from tests.gloo.local_run import train_local_pipeline
+
+            return train_local_pipeline(seen, args, **local)
         result = original(*args, **kwargs)
         seen["weights"] = digest(model.parameters())
         seen["buffers"] = digest(model.module.buffers())

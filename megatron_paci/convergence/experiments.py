@@ -1,0 +1,220 @@
+"""The experiments: which runs each consists of. Runs that several share are trained once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_paci.convergence.settings import Settings
+
+BATCH = 32
+RATES = {"adam": 2e-3, "nadam": 2e-3, "muon": 8e-3, "sgd": 0.1}
+"""The learning rates of the experiments that do not vary it: the best for 1F1B in ``rate``,
+``muon`` and ``sgd``."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question and the runs that answer it."""
+
+    name: str
+    question: str
+    runs: dict[str, Settings]
+    """By label, without the seed. The first one is what the others are compared with, unless
+    ``baselines`` names another."""
+
+    baselines: dict[str, str]
+    """Label of a run to that of the run that it is compared with."""
+
+    seeds: int = 3
+
+    def baseline(self, label: str) -> str:
+        """Return the label of what a run is compared with."""
+        return self.baselines.get(label, next(iter(self.runs)))
+
+    def seeded(self) -> list[tuple[str, Settings]]:
+        """Return all runs, seed after seed, so that a part of them is already a comparison."""
+        return [
+            (label, replace(settings, seed=seed))
+            for seed in range(1, self.seeds + 1)
+            for label, settings in self.runs.items()
+        ]
+
+
+def flush(**changes) -> Settings:
+    """Return 1F1B. Its result does not depend on the size of microbatches but for rounding."""
+    changes.setdefault("lr", RATES[changes.get("optimizer", "adam")])
+    return Settings(**{"schedule": "sync", "batch": BATCH, "microbatch": BATCH // 4, **changes})
+
+
+def paci(accumulation: int, *, start: int = 0, **changes) -> Settings:
+    """Return PACI, one window per iteration: ``accumulation`` microbatches make the batch.
+
+    Args:
+        start: Iterations of 1F1B before.
+    """
+    schedule = f"sync:0,{accumulation}:{start * BATCH}" if start else str(accumulation)
+    return flush(**{"schedule": schedule, "microbatch": BATCH // accumulation, **changes})
+
+
+def accumulation() -> dict[str, Settings]:
+    """Flush against PACI at equal samples and equal batch per update."""
+    return {"1F1B": flush()} | {f"PACI a={a}": paci(a) for a in (1, 2, 4, 8, 16)}
+
+
+def mismatch() -> dict[str, Settings]:
+    """Eq. 1 against weight stashing."""
+    runs = {"1F1B": flush()}
+    for a in (1, 4, 16):
+        runs |= {f"a={a}, eq. 1": paci(a), f"a={a}, stashed weights": paci(a, stash=True)}
+    return runs
+
+
+def clipping() -> dict[str, Settings]:
+    """No clipping, and three norms to clip by; the largest norm is one that is often exceeded."""
+    runs = {"1F1B, not clipped": flush(), "1F1B, clipped": flush(clip="global", clip_grad=0.3)}
+    for rule in ("none", "local", "pipelined", "global"):
+        runs[f"a=4, {rule}"] = paci(4, clip=rule, **({"clip_grad": 0.3} if rule != "none" else {}))
+    return runs
+
+
+def tied() -> dict[str, Settings]:
+    """Untied and tied embeddings."""
+    runs = {}
+    for name, shares in (("untied", False), ("tied", True)):
+        runs |= {f"{name}, 1F1B": flush(tied=shares), f"{name}, a=4": paci(4, tied=shares),
+                 f"{name}, a=16": paci(16, tied=shares)}
+    return runs
+
+
+def recomputation() -> dict[str, Settings]:
+    """Stored activations, and activations recomputed with the weights of the backward."""
+    runs = {"1F1B": flush()}
+    for a in (1, 4, 16):
+        runs |= {f"a={a}, stored": paci(a), f"a={a}, recomputed": paci(a, recompute=True)}
+    return runs
+
+
+def rates(optimizer: str, values: tuple[float, ...]) -> dict[str, Settings]:
+    """Every schedule at every learning rate."""
+    return {
+        f"{name}, lr {lr:g}": build(lr=lr, optimizer=optimizer)
+        for lr in values
+        for name, build in (
+            ("1F1B", flush),
+            ("a=4", lambda **changes: paci(4, **changes)),
+            ("a=16", lambda **changes: paci(16, **changes)),
+        )
+    }
+
+
+def depth() -> dict[str, Settings]:
+    """More stages at the same accumulation, for one model of 32 thin layers."""
+    model = {"layers": 32, "hidden": 48, "iterations": 320, "warmup": 16}
+    runs = {}
+    for stages in (4, 8, 16, 32):
+        runs |= {f"N={stages}, 1F1B": flush(stages=stages, **model),
+                 f"N={stages}, a=8": paci(8, stages=stages, **model)}
+    return runs
+
+
+def stability() -> dict[str, Settings]:
+    """Learning rates until something breaks."""
+    return {
+        label: replace(settings, iterations=200, warmup=10)
+        for label, settings in rates("adam", (2e-3, 4e-3, 8e-3, 1.6e-2)).items()
+    }
+
+
+def start() -> dict[str, Settings]:
+    """A synchronous start of several lengths."""
+    runs = {"1F1B": flush()}
+    for a in (4, 16):
+        runs[f"a={a}"] = paci(a)
+        runs |= {f"a={a}, 1F1B for {n}": paci(a, start=n) for n in (25, 50, 100)}
+    return runs
+
+
+def momentum() -> dict[str, Settings]:
+    """AdamW and NAdam, with several momenta."""
+    runs = {}
+    for optimizer, name, beta in (("adam", "AdamW", 0.9), ("nadam", "NAdam", 0.9),
+                                  ("nadam", "NAdam", 0.95), ("nadam", "NAdam", 0.99)):
+        changes = {"optimizer": optimizer, "beta1": beta}
+        runs |= {f"{name} {beta:g}, 1F1B": flush(**changes),
+                 f"{name} {beta:g}, a=4": paci(4, **changes),
+                 f"{name} {beta:g}, a=16": paci(16, **changes)}
+    return runs
+
+
+def discount() -> dict[str, Settings]:
+    """PipeMare's rule for the learning rate, and longer warm-up."""
+    runs = {"1F1B": flush(), "1F1B, warm-up 100": flush(warmup=100)}
+    for a in (4, 16):
+        runs |= {f"a={a}": paci(a), f"a={a}, warm-up 100": paci(a, warmup=100)}
+    for n in (50, 250):
+        runs[f"a=4, rule for {n}"] = paci(4, rate_iterations=n)
+    return runs
+
+
+def recipe() -> dict[str, Settings]:
+    """Synchronous start and Nesterov momentum together."""
+    runs = {"1F1B, AdamW": flush(), "1F1B, NAdam 0.95": flush(optimizer="nadam", beta1=0.95)}
+    for a in (4, 8, 16):
+        for beta in (0.95, 0.97):
+            changes = {"optimizer": "nadam", "beta1": beta}
+            runs[f"a={a}, NAdam {beta:g}, 1F1B for 50"] = paci(a, start=50, **changes)
+    return runs
+
+
+def time_to_loss() -> dict[str, Settings]:
+    """Longer runs, for the time to a validation loss."""
+    long = {"iterations": 1800, "warmup": 90, "validations": 20}
+    nesterov = {"optimizer": "nadam", "beta1": 0.95}
+    return {
+        "1F1B, AdamW": flush(**long),
+        "1F1B, NAdam 0.95": flush(**nesterov, **long),
+        "a=16, NAdam 0.95, 1F1B for 100": paci(16, start=100, **nesterov, **long),
+    }
+
+
+def _every_third(runs: dict[str, Settings]) -> dict[str, str]:
+    """Compare two runs after each with the one before them."""
+    labels = list(runs)
+    return {label: labels[i - i % 3] for i, label in enumerate(labels)}
+
+
+def _every_second(runs: dict[str, Settings]) -> dict[str, str]:
+    labels = list(runs)
+    return {label: labels[i - i % 2] for i, label in enumerate(labels)}
+
+
+def _to_first(runs: dict[str, Settings]) -> dict[str, str]:
+    return {}
+
+
+_TABLE: tuple[tuple[str, str, Callable, Callable], ...] = (
+    ("rate", "Which learning rate does each schedule want?",
+     lambda: rates("adam", (5e-4, 1e-3, 2e-3, 4e-3)), _every_third),
+    ("accumulation", "What does the accumulation a do, at equal batch?", accumulation, _to_first),
+    ("mismatch", "Does it matter that backwards see newer weights?", mismatch, _to_first),
+    ("start", "Does a synchronous start help?", start, _to_first),
+    ("momentum", "Does momentum help?", momentum, _every_third),
+    ("recipe", "Do start and momentum together?", recipe, _to_first),
+    ("clipping", "Which norm should clip?", clipping, _to_first),
+    ("tied", "Do tied embeddings learn as well?", tied, _every_third),
+    ("recomputation", "Does recomputing with newer weights matter?", recomputation, _to_first),
+    ("muon", "And with Muon?",
+     lambda: rates("muon", (4e-3, 8e-3, 1.6e-2)), _every_third),
+    ("sgd", "And with SGD with momentum?",
+     lambda: rates("sgd", (0.05, 0.1, 0.2)), _every_third),
+    ("depth", "How does the number of stages count?", depth, _every_second),
+    ("stability", "Which learning rate breaks which schedule?", stability, _every_third),
+    ("discount", "Does a smaller rate on early stages, or longer warm-up?", discount, _to_first),
+    ("time", "How long does it take to a validation loss?", time_to_loss, _to_first),
+)
+
+EXPERIMENTS = {
+    name: Experiment(name, question, runs := build(), baselines(runs))
+    for name, question, build, baselines in _TABLE
+}

@@ -1,0 +1,122 @@
+"""Figures from the results of runs, as PNG files of 1280 x 560 pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from megatron_paci.convergence.clock import OVERHEADS, best_flush, times
+from megatron_paci.convergence.experiments import EXPERIMENTS, Experiment
+from megatron_paci.convergence.results import Results, final
+from megatron_paci.convergence.settings import Settings
+from megatron_paci.plots import COLOURS, FAINT, INK, OTHER_COLOURS
+
+PALETTE = (COLOURS["1f1b"], COLOURS["paci"], COLOURS["interleaved"], *OTHER_COLOURS, "#000000")
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Draw the figures of the experiments that have results; return the files."""
+    written = []
+    for name, draw_one in FIGURES.items():
+        experiment = EXPERIMENTS[name]
+        if any(results.of(experiment, label) for label in experiment.runs):
+            path = folder / f"convergence-{name}.png"
+            figure, axes = _figure(experiment.question)
+            draw_one(axes, experiment, results)
+            axes.legend(fontsize=11, frameon=False, labelcolor=INK)
+            figure.savefig(path, metadata={"Software": None})
+            written.append(path)
+    return written
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.8, 5.6), dpi=100, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.07, right=0.985, top=0.9, bottom=0.12)
+    axes.set_title(title, fontsize=16, fontweight="bold", color=INK, loc="left")
+    axes.set_ylabel("validation loss (nats per byte)", fontsize=12, color=INK)
+    axes.grid(color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=11, length=0)
+    return figure, axes
+
+
+def _over_samples(axes: Any, experiment: Experiment, results: Results) -> None:
+    """Draw validation loss against samples, the mean over seeds."""
+    _curves(axes, experiment, results, lambda label: [
+        (iteration + 1) * experiment.runs[label].batch
+        for iteration in range(experiment.runs[label].iterations)
+    ])
+    axes.set_xlabel("training samples", fontsize=12, color=INK)
+
+
+def _over_time(axes: Any, experiment: Experiment, results: Results) -> None:
+    """Draw validation loss against virtual time, 1F1B with its best microbatches."""
+    overhead = OVERHEADS[1]
+
+    def clock(label: str) -> list[float]:
+        settings = experiment.runs[label]
+        if settings.schedule == "sync":
+            settings = best_flush(settings, overhead)
+        return [float(time) for time in times(settings, overhead)]
+
+    _curves(axes, experiment, results, clock)
+    axes.set_xlabel(f"virtual time, overhead {overhead} of the batch per pass", fontsize=12,
+                    color=INK)
+
+
+def _curves(
+    axes: Any, experiment: Experiment, results: Results, places: Callable[[str], list[float]]
+) -> None:
+    """Draw validation loss at ``places(label)[iteration - 1]``, after the first quarter."""
+    for colour, label in zip(PALETTE, experiment.runs):
+        runs = [run for run in results.of(experiment, label).values() if run["diverged"] is None]
+        if not runs:
+            continue
+        x, measured = places(label), list(zip(*(run["validation"] for run in runs)))
+        points = [(x[at[0][0] - 1], mean(loss for _, loss in at)) for at in measured]
+        axes.plot(*zip(*points[len(points) // 4:]), color=colour, linewidth=2.2, label=label)
+
+
+def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Results], None]:
+    """Return what draws the final loss against a setting, a dot per seed, a line per schedule."""
+
+    def draw_one(axes: Any, experiment: Experiment, results: Results) -> None:
+        groups: dict[str, list[tuple[float, list[float]]]] = {}
+        for label, settings in experiment.runs.items():
+            losses = [final(run) for run in results.of(experiment, label).values()
+                      if run["diverged"] is None]
+            if losses:
+                groups.setdefault(_schedule(settings), []).append(
+                    (getattr(settings, name), losses)
+                )
+        for colour, (label, points) in zip(PALETTE, groups.items()):
+            points.sort()
+            axes.plot([x for x, _ in points], [mean(losses) for _, losses in points],
+                      color=colour, linewidth=2.2, label=label)
+            for x, losses in points:
+                axes.plot([x] * len(losses), losses, "o", color=colour, markersize=5)
+        axes.set_xscale("log", base=log_base)
+        axes.set_xlabel(name.replace("lr", "learning rate"), fontsize=12, color=INK)
+
+    return draw_one
+
+
+def _schedule(settings: Settings) -> str:
+    return "1F1B" if settings.schedule == "sync" else f"PACI {settings.schedule}"
+
+
+FIGURES: dict[str, Callable[[Any, Experiment, Results], None]] = {
+    "accumulation": _over_samples,
+    "rate": _over_setting("lr", log_base=2),
+    "depth": _over_setting("stages", log_base=2),
+    "stability": _over_setting("lr", log_base=2),
+    "time": _over_time,
+}

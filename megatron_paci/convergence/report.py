@@ -1,0 +1,173 @@
+"""Tables from the results of runs, for docs/convergence.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from statistics import mean, stdev
+
+from megatron_paci.convergence.clock import OVERHEADS, best_flush, first_below, times
+from megatron_paci.convergence.experiments import EXPERIMENTS, Experiment
+from megatron_paci.convergence.figures import FIGURES
+from megatron_paci.convergence.results import Results, final
+from megatron_paci.convergence.settings import Settings
+
+TABLE = re.compile(
+    r"(<!-- table: python docs/convergence\.py --report (\w+) -->\n)(.*?)(<!-- end of table -->\n)",
+    re.DOTALL,
+)
+# 97.5th percentile of Student's t by degrees of freedom, for intervals over so many seeds less one.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306,
+           9: 2.262}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95% interval (Student's t); NaN for one value."""
+    if len(values) < 2:
+        return mean(values), math.nan
+    return mean(values), STUDENT[len(values) - 1] * stdev(values) / math.sqrt(len(values))
+
+
+def table(experiment: Experiment, results: Results) -> str:
+    """Return the table of an experiment: losses, and differences to the baseline seed by seed."""
+    rows = []
+    for label in experiment.runs:
+        runs = results.of(experiment, label)
+        if not runs:
+            continue
+        baseline = experiment.baseline(label)
+        compared = results.of(experiment, baseline)
+        whole = {seed: run for seed, run in runs.items() if run["diverged"] is None}
+        losses = [final(run) for run in whole.values()]
+        differences = [
+            final(run) - final(compared[seed])
+            for seed, run in whole.items()
+            if seed in compared and compared[seed]["diverged"] is None
+        ]
+        rows.append((
+            label,
+            _spread(losses),
+            "" if label == baseline or not differences else _difference(differences),
+            f"{mean(run['deviation'] for run in whole.values()):.4f}" if whole else "",
+            str(max(run["drift_max"] for run in runs.values())),
+            f"{len(runs) - len(whole)} of {len(runs)}",
+        ))
+    if not rows:
+        return f"Not run yet: `python docs/convergence.py {experiment.name}`\n"
+    head = ("run", "validation loss", "difference to 1F1B", "deviation of the training loss",
+            "largest drift", "diverged")
+    return _rows(head, rows)
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def _difference(values: Sequence[float]) -> str:
+    middle, half = interval(values)
+    return f"{middle:+.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")
+
+
+def time_table(experiment: Experiment, results: Results) -> str:
+    """Return how much sooner each run reaches the final loss of the best 1F1B, in virtual time.
+
+    The best 1F1B is that with the lower final loss; its microbatches have the best size.
+    """
+    flushes = [label for label, settings in experiment.runs.items() if settings.schedule == "sync"]
+    complete = [label for label in flushes if results.of(experiment, label)]
+    if not complete:
+        return f"Not run yet: `python docs/convergence.py {experiment.name}`\n"
+    best = min(complete, key=lambda label: mean(map(final, results.of(experiment, label).values())))
+    rows = []
+    for label, settings in experiment.runs.items():
+        runs = results.of(experiment, label)
+        if not runs or settings.schedule == "sync":
+            continue
+        for part in (Fraction(1), Fraction(3, 4), Fraction(1, 2)):
+            rows.append((label, f"{float(part):.0%}", *(
+                _speedup(experiment, results, label, best, part, overhead)
+                for overhead in OVERHEADS
+            )))
+    head = ("run", f"loss of {best} after", *(f"overhead {o}" for o in OVERHEADS))
+    return _rows(head, rows)
+
+
+def _speedup(
+    experiment: Experiment, results: Results, label: str, best: str, part: Fraction,
+    overhead: Fraction,
+) -> str:
+    """Return the ratio of the times to a loss, over seeds."""
+    settings, flush = experiment.runs[label], best_flush(experiment.runs[best], overhead)
+    clock, flush_clock = times(settings, overhead), times(flush, overhead)
+    ratios = []
+    compared = results.of(experiment, best)
+    for seed, run in results.of(experiment, label).items():
+        if seed not in compared:
+            continue
+        measured = compared[seed]["validation"]
+        iteration, loss = measured[int(part * len(measured)) - 1]
+        reached = first_below(run["validation"], loss, clock)
+        if reached is not None:
+            ratios.append(float(flush_clock[iteration - 1]) / reached)
+    lost = len(compared) - len(ratios)
+    note = f" ({lost} of {len(compared)} never)" if lost else ""
+    against = f", m={flush.num_microbatches}"
+    if not ratios:
+        return f"not reached{against}"
+    return f"{mean(ratios):.2f}" + (
+        f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    ) + against + note
+
+
+def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(line) + " |\n" for line in (head, *rows)]
+    return lines[0] + "| --- " * len(head) + "|\n" + "".join(lines[1:])
+
+
+def settings_table() -> str:
+    """Return the settings that runs have unless their label says otherwise."""
+    import dataclasses
+
+    from megatron_paci.convergence.experiments import flush
+
+    base = flush()
+    return _rows(("setting", "value"), [
+        (f"`{each.name}`", f"`{getattr(base, each.name)}`") for each in dataclasses.fields(Settings)
+        if each.name not in ("schedule", "microbatch", "seed")
+    ])
+
+
+def made_with(results: Results) -> str:
+    """Return what all results there are were made with: versions and the text."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for path in sorted(results.folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        versions, text = result["versions"], result["text"]
+        kind = (*(f"{name} {version}" for name, version in versions.items()),
+                f"text {text['train']}, {text['validation']}")
+        found.setdefault(kind, []).append(result["core_seconds"])
+    rows = [(", ".join(kind), str(len(seconds)), f"{sum(seconds) / 3600:.1f}")
+            for kind, seconds in found.items()]
+    return _rows(("made with", "runs", "core hours"), rows) if rows else "No runs yet.\n"
+
+
+def tables(results: Results) -> dict[str, str]:
+    """Return all tables by name."""
+    found = {"settings": settings_table(), "made_with": made_with(results)}
+    for name, experiment in EXPERIMENTS.items():
+        found[name] = table(experiment, results)
+        if name in FIGURES and any(results.of(experiment, label) for label in experiment.runs):
+            found[name] += f"\n![{experiment.question}](images/convergence-{name}.png)\n"
+    found["speedup"] = time_table(EXPERIMENTS["time"], results)
+    return found
+
+
+def renewed(text: str, results: Results) -> str:
+    """Return a page with its tables made anew."""
+    made = tables(results)
+    return TABLE.sub(lambda found: found[1] + made[found[2]] + found[4], text)
