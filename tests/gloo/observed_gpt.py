@@ -84,7 +84,8 @@ class Observer:
             "megatron.core.transformer.module:MegatronModule.set_is_first_microbatch":
                 self.mark_first,
             f"{buckets}.start_grad_sync": self.start_reduction,
-            f"{Link.__module__}:_communicate": self.communicate,
+            f"{Link.__module__}:_post_send": self.post_send,
+            f"{Link.__module__}:_post_receive": self.post_receive,
         }
         return PatchSet([Patch(target, each, (), "observes") for target, each in wrappers.items()])
 
@@ -163,12 +164,12 @@ class Observer:
         self.seen["reductions"].append(version())
         return original(*args, **kwargs)
 
-    def communicate(self, original, *args, **kwargs):
-        received, requests = original(*args, **kwargs)
-        counts = self.seen["handles"]
-        return received, {
-            name: CountedRequest(request, counts) for name, request in requests.items()
-        }
+    def post_send(self, original, *args, **kwargs):
+        return CountedRequest(original(*args, **kwargs), self.seen["handles"])
+
+    def post_receive(self, original, *args, **kwargs):
+        request, tensor = original(*args, **kwargs)
+        return CountedRequest(request, self.seen["handles"]), tensor
 
 
 def version() -> int | None:
