@@ -34,6 +34,7 @@ LATENCIES = ("0", "1/20", "1/10", "1/5")  # in forwards
 EXTRA = (0, 1, 2)
 WITH_LATENCY = f"--latencies {','.join(LATENCIES)} --extra-in-flight {','.join(map(str, EXTRA))}"
 SCHEDULES = "--schedules 1f1b,interleaved,paci"
+BRIEFLY = "--forward-ms 50 --iterations 5 --repetitions 1"
 PARALLEL = {
     "replicas": ("2 replicas", f"--replicas 2 {LOOP}"),
     "tensor": ("tensor parallel 2", f"--tensor 2 {LOOP}"),
@@ -220,8 +221,8 @@ TABLES = {
         f"--latencies {','.join(LATENCIES)} --simulate",
     }),
     "scale": Table(scale, {
-        "stages": "scale --stages 2,4,8,16",
-        "in-flight": "scale --stages 8 --extra-in-flight 0,1,2 --schedules paci",
+        "stages": f"scale --stages 2,4,8,16 {BRIEFLY}",
+        "in-flight": f"scale --stages 8 --extra-in-flight 0,1,2 --schedules paci {BRIEFLY}",
     }),
 }
 BLOCK = re.compile(
