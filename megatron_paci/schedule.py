@@ -135,10 +135,17 @@ class StageSchedule:
             return None
         return stepped // self.accumulation - 1
 
+    def _lead(self, stage: int) -> int:
+        """Return how many microbatches a step of ``stage`` is behind the forward that follows it.
+
+        With ``defer_step`` one more: a window's last backward may come right before that forward,
+        and its step only after it.
+        """
+        return self.depth_of(stage) - 1 + self.defer_step
+
     @cached_property
     def _lead_of_first_stage(self) -> int:
-        """Forwards of the first stage that are not followed by a step with their backward yet."""
-        return self.depth_of(0) - 1 + self.defer_step
+        return self._lead(0)
 
     @property
     def report_lag(self) -> int:
@@ -157,12 +164,8 @@ class StageSchedule:
         return (backward, STEP) if self.ends_window(microbatch) else (backward,)
 
     def _stepped_at_forward(self, microbatch: int, stage: int) -> int:
-        """Return how many backwards a step of ``stage`` before this forward may cover.
-
-        All that came before, but with ``defer_step`` the last one: it may have ended a window whose
-        step is still to come.
-        """
-        return max(0, microbatch + 1 - self.depth_of(stage) - self.defer_step)
+        """Return how many backwards a step of ``stage`` before this forward may cover."""
+        return max(0, microbatch - self._lead(stage))
 
     def version_at_forward(self, microbatch: int, stage: int | None = None) -> int:
         """Return the steps that this stage, or ``stage``, takes before its forward of a microbatch.
@@ -183,7 +186,7 @@ class StageSchedule:
         ``ceil((depth - 1) / accumulation)``, and ``ceil(depth / accumulation)`` with
         ``defer_step``.
         """
-        return -(-(self.depth - 1 + self.defer_step) // self.accumulation)
+        return -(-self._lead(self.stage) // self.accumulation)
 
 
 class ScheduleError(ValueError):
