@@ -35,10 +35,9 @@ from pathlib import Path
 from megatron_paci.bench.command import add_bench_command
 from megatron_paci.compare.command import add_compare_command
 from megatron_paci.simulate.command import add_simulate_command
+from megatron_paci.terminal import USAGE_ERROR, say_error
 from megatron_paci.trace_command import add_trace_command
 from megatron_paci.version import __version__
-
-USAGE_ERROR = 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,7 +115,7 @@ def _run_hooked(path: Path, arguments: list[str]) -> int:
 
 def _refuse(message: str) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
-        sys.stderr.write(f"megatron_paci: error: {message}\n")
+        say_error(message)
     return USAGE_ERROR
 
 

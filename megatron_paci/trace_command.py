@@ -13,10 +13,10 @@ from megatron_paci.simulate.orders import Task, Work
 from megatron_paci.simulate.picture import Panel, draw_panels
 from megatron_paci.simulate.schedules import LABELS
 from megatron_paci.simulate.timing import Event
+from megatron_paci.terminal import USAGE_ERROR, say_error
 from megatron_paci.trace import CAUSES, chrome_trace, on_one_clock, shares
 from megatron_paci.trace_file import RankTrace, TraceError, read_traces
 
-USAGE_ERROR = 2
 SHOWN_ITERATIONS = 4
 DRAWN = {"F": Work.FORWARD, "B": Work.BACKWARD, "close": Work.STEP, "STEP": Work.STEP}
 
@@ -52,7 +52,7 @@ def run_trace(options: argparse.Namespace, argv: list[str]) -> int:
         panel = panel_of(traces, first, last)
         draw_panels([panel], [output / "timeline.png", output / "timeline.svg"], unit="ms")
     except (TraceError, OSError) as error:
-        sys.stderr.write(f"megatron_paci: error: {error}\n")
+        say_error(str(error))
         return USAGE_ERROR
     sys.stdout.write(summary_text(summary))
     for name, what in (

@@ -33,6 +33,7 @@ from megatron_paci.bench import (
 )
 from megatron_paci.bench.ranks import RankError
 from megatron_paci.simulate.reading import Reader
+from megatron_paci.terminal import FAILURE, INTERRUPTED, USAGE_ERROR, say_error
 from megatron_paci.version import versions
 
 BENCHMARKS = {
@@ -43,10 +44,6 @@ BENCHMARKS = {
     "host": host_command,
     "scale": scale_command,
 }
-
-USAGE_ERROR = 2
-FAILURE = 1
-INTERRUPTED = 130
 
 
 def add_bench_command(commands: Any) -> None:
@@ -81,13 +78,13 @@ def run_benchmark(options: argparse.Namespace, argv: list[str]) -> int:
     parameters = benchmark.read(options, reader)
     if reader.problems:
         for problem in reader.problems:
-            _say(problem)
+            say_error(problem)
         return USAGE_ERROR
     began = datetime.now(timezone.utc)
     try:
         result = benchmark.measure(parameters, options.timeout)
     except RankError as error:
-        _say(str(error))
+        say_error(str(error))
         return FAILURE
     except KeyboardInterrupt:
         sys.stderr.write("megatron_paci: interrupted; all ranks are stopped\n")
@@ -104,10 +101,6 @@ def run_benchmark(options: argparse.Namespace, argv: list[str]) -> int:
         try:
             path.write_text(json.dumps(record, indent=1) + "\n")
         except OSError as error:
-            _say(f"cannot write: {error}; choose another place")
+            say_error(f"cannot write: {error}; choose another place")
             return FAILURE
     return 0
-
-
-def _say(problem: str) -> None:
-    sys.stderr.write(f"megatron_paci: error: {problem}\n")

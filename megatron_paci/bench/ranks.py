@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+from megatron_paci.children import python_path
 
 
 class RankError(RuntimeError):
@@ -98,9 +98,7 @@ def start(
         "MASTER_ADDR": "localhost",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
         "OMP_NUM_THREADS": "1",  # ranks share the cores
-        "PYTHONPATH": os.pathsep.join(
-            [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
+        "PYTHONPATH": python_path(),
     }
     with _log(folder, rank).open("w") as log:
         return subprocess.Popen(

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from typing import Any
 
-from megatron_paci.compare.launch import PACKAGE_PARENT, failure
+from megatron_paci.children import python_path
+from megatron_paci.compare.launch import failure
 from megatron_paci.compare.plan import Plan
 
 SECONDS = 300
@@ -34,9 +35,8 @@ def problems(plan: Plan) -> dict[str, list[str]]:
         "script": plan.script,
         "runs": {run.name: [*plan.arguments, *run.added] for run in plan.runs},
     }
-    python_path = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
-        "WORLD_SIZE": str(plan.num_ranks), "RANK": "0", "PYTHONPATH": os.pathsep.join(python_path),
+        "WORLD_SIZE": str(plan.num_ranks), "RANK": "0", "PYTHONPATH": python_path(),
     }
     try:
         done = subprocess.run(

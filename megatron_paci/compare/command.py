@@ -15,10 +15,8 @@ from megatron_paci.compare.plan import SCHEDULES, Plan, PlanError, make_plan
 from megatron_paci.compare.report import collect, write_report
 from megatron_paci.compare.runs import do_runs
 from megatron_paci.simulate.reading import Reader
+from megatron_paci.terminal import FAILURE, INTERRUPTED, USAGE_ERROR, say, say_error
 
-USAGE_ERROR = 2
-FAILURE = 1
-INTERRUPTED = 130
 PLAN = "plan.json"
 
 
@@ -94,7 +92,7 @@ def run_compare(options: argparse.Namespace, argv: list[str]) -> int:
             plan.write(output / PLAN)
     except (PlanError, RuntimeError, OSError) as error:
         for line in str(error).splitlines():
-            sys.stderr.write(f"megatron_paci: error: {line}\n")
+            say_error(line)
         return USAGE_ERROR
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: take the ranks along
     return compare(
@@ -134,21 +132,20 @@ def compare(
         if run:
             do_runs(plan, again=again, stall_seconds=stall_seconds)
         if virtual:
-            sys.stdout.write("virtual time: a few iterations of each run\n")
-            sys.stdout.flush()
+            say("virtual time: a few iterations of each run")
         report = collect(plan, virtual=virtual, notes=notes)
     except KeyboardInterrupt:
         sys.stderr.write("megatron_paci: stopped; the same command goes on with what is missing\n")
         status = INTERRUPTED
         report = collect(plan, notes=notes)
     except OSError as error:
-        sys.stderr.write(f"megatron_paci: error: cannot write: {error}\n")
+        say_error(f"cannot write: {error}")
         return FAILURE
     good = [entry for entry in report["runs"].values() if entry["state"] == "done"]
     try:
         written = write_report(report, plan, output, title=title)
     except OSError as error:
-        sys.stderr.write(f"megatron_paci: error: cannot write the report: {error}\n")
+        say_error(f"cannot write the report: {error}")
         return FAILURE
     if good:
         (show or _show)(report, written)
@@ -203,7 +200,7 @@ def _check(plan: Plan) -> None:
     Raises:
         PlanError: With every reason, by run.
     """
-    print("checking the flags of every run", flush=True)
+    say("checking the flags of every run")
     found = problems(plan)
     labels = {run.name: run.label for run in plan.runs}
     lines = [f"{labels[name]}: {text}" for name, texts in found.items() for text in texts]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+from megatron_paci.children import python_path
+
 ITERATION = re.compile(r"\biteration +(\d+)/ *(\d+) \|.*\blm loss: (\S+)")
 LAUNCHER = re.compile(r"^.*torch/distributed/elastic/multiprocessing/api\.py.*$", re.MULTILINE)
 
@@ -43,9 +44,7 @@ def train(
         RunError: It failed, or was ended.
         OSError: It cannot be started, or the log cannot be written.
     """
-    python_path = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ,
-                   "PYTHONPATH": os.pathsep.join(python_path)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": python_path()}
     with (
         open(log, "wb") as out,
         open(log, encoding="utf-8", errors="replace") as lines,

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_paci.compare.launch import RunError, train
 from megatron_paci.compare.plan import Plan, Run
 from megatron_paci.compare.records import RecordError, read_records, run_figures
+from megatron_paci.terminal import say
 
 STATE = "run.json"
 LOG = "log.txt"
@@ -40,7 +41,7 @@ def do_runs(
     for number, run in enumerate(plan.runs, start=1):
         label = f"{run.label} ({number}/{len(plan.runs)})"
         if run not in open_runs:
-            print(f"{label}: done before, see {run.folder}", flush=True)
+            say(f"{label}: done before, see {run.folder}")
             continue
         runs_after = len(open_runs) - open_runs.index(run) - 1
         _do(run, plan.identity(run), label, runs_after, stall_seconds)
@@ -75,7 +76,7 @@ def _do(
         shutil.rmtree(run.path)
     run.path.mkdir(parents=True)
     log = run.path / LOG
-    print(f"{label}: log in {log}", flush=True)
+    say(f"{label}: log in {log}")
     state = {
         "state": "running",
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -92,7 +93,7 @@ def _do(
         state["state"] = "done"
     except (RunError, OSError) as error:
         state |= {"state": "failed", "error": str(error)}
-        print(str(error), file=sys.stderr, flush=True)
+        sys.stderr.write(f"{error}\n")
     except KeyboardInterrupt:
         state |= {"state": "failed", "error": f"{run.label} was interrupted"}
         raise

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_paci.children import python_path
 from megatron_paci.convergence.experiments import Experiment
 from megatron_paci.convergence.results import Results
 from megatron_paci.convergence.settings import Settings
+from megatron_paci.terminal import say
 
 POLL_SECONDS = 0.5
 
@@ -77,8 +79,7 @@ def run(runs: Sequence[tuple[str, Settings]], folders: Folders, *, jobs: int) ->
                 else:
                     outcome = _outcome(result)
                 minutes = (time.monotonic() - each.since) / 60
-                print(f"[{done}/{len(runs)}] {each.name}: {outcome} ({minutes:.1f} min)",
-                      flush=True)
+                say(f"[{done}/{len(runs)}] {each.name}: {outcome} ({minutes:.1f} min)")
     finally:
         for each in working:
             each.process.kill()
@@ -108,6 +109,6 @@ def _start(name: str, settings: Settings, folders: Folders) -> Started:
             [sys.executable, "-m", "megatron_paci.convergence.training", str(order)],
             # Closed when this process ends, in whatever way.
             stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         )
     return Started(name, settings, process, time.monotonic())

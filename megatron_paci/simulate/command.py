@@ -12,9 +12,8 @@ from typing import Any
 from megatron_paci.simulate.advice_command import ADVICE_FLAGS, add_advice_flags, run_advice
 from megatron_paci.simulate.reading import Reader
 from megatron_paci.simulate.times_command import FLAGS, add_times_flags, run_times
+from megatron_paci.terminal import USAGE_ERROR, say_error
 from megatron_paci.version import __version__
-
-USAGE_ERROR = 2
 
 
 def add_simulate_command(commands: Any) -> None:
@@ -58,7 +57,7 @@ def run_simulate(options: argparse.Namespace, argv: list[str]) -> int:
         report = run_times(options, read)
     if report is None:
         for problem in read.problems:
-            sys.stderr.write(f"megatron_paci: error: {problem}\n")
+            say_error(problem)
         return USAGE_ERROR
     text, result, draw = report
     sys.stdout.write(text)
@@ -72,7 +71,7 @@ def run_simulate(options: argparse.Namespace, argv: list[str]) -> int:
             json_path.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
         draw()
     except OSError as error:
-        sys.stderr.write(f"megatron_paci: error: cannot write: {error}; choose another place\n")
+        say_error(f"cannot write: {error}; choose another place")
         return USAGE_ERROR
     return 0
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_paci.children import python_path
 from tests.gloo.faults import ATTEMPT, Ending, Fault, command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,9 +53,7 @@ class Job:
             # Else a restarted attempt can meet the addresses of the one before in the store
             # (pytorch issue 135712).
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            ),
+            "PYTHONPATH": python_path(),
         }
         with (folder / "torchrun.log").open("a") as log:
             self.process = subprocess.Popen(
