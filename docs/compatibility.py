@@ -76,7 +76,9 @@ def refusal(rule: Rule) -> str:
     class Words:
         pipeline_schedule = "of another name"
 
-    facts = {"args": Words, "counts": "m", "divisors": "a divisor of m", "flags": "the flag"}
+    facts = {"args": Words, "counts": "m", "divisors": "a divisor of m", "flags": "the flag",
+             "phases_fault": "a part is no accumulation with a sample, or comes too early",
+             "indivisible": "which ones do not, and from which sample on"}
     return row(
         rule.feature,
         flags(rule.arguments),

@@ -24,6 +24,11 @@ def _whole_number(text: str) -> int | str:
         return text
 
 
+def is_whole(value: int | str, *, at_least: int) -> bool:
+    """Whether the value of a flag is a whole number that is large enough."""
+    return isinstance(value, int) and value >= at_least
+
+
 @dataclass(kw_only=True)
 class PaciArguments:
     """Choice of the pipeline schedule, and the asynchronous schedule PACI (arXiv 2606.07881)."""
@@ -40,6 +45,14 @@ class PaciArguments:
     """Backward passes that a stage accumulates before it takes an optimizer step of its own. Has to
     divide the number of microbatches per iteration, which is the default. Smaller values update
     more often, with gradients that are up to ceil((N-1)/A) updates old at pipeline size N."""
+
+    paci_accum_schedule: str | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "A:SAMPLE,..."}}
+    )
+    """Accumulations, each with the number of consumed samples from which on it holds, in the place
+    of --paci-accum, e.g. sync:0,4:20000,8:100000. sync is 1F1B itself, flush included: a
+    synchronous start for the time in which the loss falls fast. A change takes place at the first
+    iteration that begins with so many samples or more; the pipeline is drained then."""
 
     paci_extra_in_flight: int = field(
         default=0, metadata={"argparse_meta": {"type": _whole_number, "metavar": "S"}}

@@ -40,7 +40,11 @@ NOTE = "megatron_paci"
 
 
 class MegatronStage:
-    """One pipeline stage of a Megatron job under PACI: the engine and all it was built from."""
+    """One pipeline stage of a Megatron job under PACI: the engine and all it was built from.
+
+    Attributes:
+        suspended: Whether Megatron trains by itself for now, see ``suspend``.
+    """
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class MegatronStage:
         self._iterations = 0
         self._beats = 0
         self._skipped_before = 0
+        self.suspended = False
         self._collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pipeline = self._collection.pp
         ranks = torch.distributed.get_process_group_ranks(pipeline)
@@ -238,6 +243,27 @@ class MegatronStage:
                 for each in self._passed_down:
                     each.end_drain()
 
+    def suspend(self) -> None:
+        """Drain, and leave training to Megatron's own schedule until ``resume``.
+
+        The model and the optimizer are then as without PACI. All ranks of the job have to do so;
+        without effect on a suspended stage.
+        """
+        if not self.suspended:
+            self.drain()
+            self.lend_tied_state()
+            self._statistics.undo()
+            self.window.ledger.newest = None  # Megatron's steps are not in it
+            self.suspended = True
+
+    def resume(self) -> None:
+        """Train by PACI again, after ``suspend``."""
+        if self.suspended:
+            self._statistics.redo()
+            if self._tied is not None:
+                self._tied.drop_state()
+            self.suspended = False
+
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """Drain; while it lasts every optimizer state that Megatron stores is there."""
@@ -245,7 +271,7 @@ class MegatronStage:
         with self.doing("saving a checkpoint"):
             self.lend_tied_state()
             yield
-            if self._tied is not None:
+            if self._tied is not None and not self.suspended:
                 self._tied.drop_state()
 
     @contextmanager
@@ -271,9 +297,14 @@ class MegatronStage:
             self._doing = before
             self.beat()
 
-    def beat(self) -> None:
-        """Say that something outside of the schedule's actions has been done."""
+    def beat(self, *, iterations: int = 0) -> None:
+        """Say that something outside of the schedule's actions is being done.
+
+        Args:
+            iterations: How many iterations of training that is.
+        """
         self._beats += 1
+        self._iterations += iterations
 
     def progress(self) -> tuple[int, ...]:
         """Return what is another tuple whenever something has been done."""
@@ -289,7 +320,7 @@ class MegatronStage:
 
     def lend_tied_state(self) -> None:
         """Complete the optimizer state, after a drain; all ranks of the job have to do so."""
-        if self._tied is not None:
+        if self._tied is not None and not self.suspended:
             self._tied.lend_state()
 
     def close(self) -> None:

@@ -12,9 +12,16 @@ from megatron_paci.arguments import megatron_arguments, paci_arguments, selected
 from megatron_paci.features import WORKS
 from megatron_paci.known_arguments import INDIFFERENT
 from megatron_paci.refused import PACI_RULES
-from megatron_paci.rules import SELECTION_RULES, Rule, divisors, microbatch_counts
+from megatron_paci.rules import SELECTION_RULES, Rule
 from megatron_paci.schedule import StageSchedule
 from megatron_paci.unproved import UNPROVED
+from megatron_paci.windows import (
+    divisors,
+    indivisible,
+    microbatch_counts,
+    phases_fault,
+    shortest_window,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +56,10 @@ def violations(args: argparse.Namespace) -> list[str]:
 def _line(rule: Rule, args: argparse.Namespace) -> str:
     facts = {"args": args, "counts": "", "divisors": ""}
     if "paci_accum" in rule.arguments and (counts := microbatch_counts(args)):
-        facts["counts"] = " or ".join(map(str, sorted(set(counts))))
+        facts["counts"] = " or ".join(map(str, sorted(set(counts.values()))))
         facts["divisors"] = divisors(args)
+    if "paci_accum_schedule" in rule.arguments:
+        facts |= {"phases_fault": phases_fault(args), "indivisible": indivisible(args)}
     in_use = _in_use(rule.arguments, args)
     facts["flags"] = ", ".join(flag for flag, _ in in_use)
     typed = ", ".join(f"{flag} {value}".rstrip() for flag, value in in_use)
@@ -142,7 +151,8 @@ def take_over(args: argparse.Namespace) -> None:
 
 def warn_of_delay(args: argparse.Namespace) -> None:
     """Say once if gradients can be more than one optimizer step old, which may cost quality."""
-    accumulation = args.paci_accum or min(microbatch_counts(args), default=1)
+    if not (accumulation := shortest_window(args)):
+        return  # 1F1B all the time
     schedule = StageSchedule(
         0, args.pipeline_model_parallel_size, accumulation, args.paci_extra_in_flight,
         args.paci_defer_step,
@@ -150,7 +160,7 @@ def warn_of_delay(args: argparse.Namespace) -> None:
     if schedule.drift_bound > 1 and int(os.environ.get("RANK", "0")) == 0:
         logger.warning(
             "stage 0 accumulates gradients that are up to %d optimizer steps old (%d stages, %d "
-            "microbatches in flight, --paci-accum %d); what that costs depends on the optimizer: "
+            "microbatches in flight, accumulation %d); what that costs depends on the optimizer: "
             "compare with --pipeline-schedule 1f1b, or accumulate %d backwards or more, with more "
             "microbatches per iteration if need be",
             schedule.drift_bound, schedule.num_stages, schedule.depth, accumulation,

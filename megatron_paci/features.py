@@ -194,7 +194,7 @@ WORKS = (
     works(
         "number of microbatches that changes",
         "step_batch_size_schedule decrease_batch_size_if_needed",
-        "drains at the change; the window follows if --paci-accum is not given",
+        "drains at the change; the window follows if no accumulation is given",
         f"{FLAGS}test_4_drained_every_window_equals_1f1b",
         f"{FLAGS}test_a_stream_does_the_same_work",
     ),

@@ -35,7 +35,8 @@ def forward_backward_pipelining_paci(
     backwards, which lag by up to ``N - 1 - stage`` microbatches. Unlike after Megatron's schedules
     the optimizer has stepped already when this returns, once per window of backwards.
 
-    With ``forward_only`` the stream is drained and Megatron's own schedule does the work.
+    With ``forward_only`` the stream is drained and Megatron's own schedule does the work; likewise
+    while the stage is suspended (a synchronous phase).
 
     Args:
         forward_step_func: As for Megatron's schedules.
@@ -55,10 +56,10 @@ def forward_backward_pipelining_paci(
         ValueError: An argument asks for something only Megatron's schedules do.
     """
     stage = installed_stage()
-    if forward_only:
+    if forward_only or (stage is not None and stage.suspended):
         if stage is not None:
             stage.drain()
-            stage.beat()
+            stage.beat(iterations=not forward_only)
         return _megatron_schedule(model, pg_collection)(
             forward_step_func=forward_step_func,
             data_iterator=data_iterator,
@@ -67,7 +68,7 @@ def forward_backward_pipelining_paci(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             decoder_seq_length=decoder_seq_length,
-            forward_only=True,
+            forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,

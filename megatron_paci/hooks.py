@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, training
 
 from megatron_paci import compatibility
+from megatron_paci.accumulation import SYNC, accumulation_at
 from megatron_paci.arguments import add_paci_arguments, selected_schedule
 from megatron_paci.build import MegatronStage, install_stage, installed_stage
 from megatron_paci.data_helpers import ensure_helpers
@@ -48,6 +49,12 @@ def _schedule() -> str:
         return selected_schedule(get_args())
     except AssertionError:  # Megatron-Core without megatron.training: no arguments were parsed
         return "auto"
+
+
+def _accumulation() -> int:
+    """Return the accumulation of the iteration that begins, ``SYNC`` for Megatron's own 1F1B."""
+    args = get_args()
+    return accumulation_at(args, args.consumed_train_samples, get_num_microbatches())
 
 
 def _add_megatron_arguments(original, parser):
@@ -91,7 +98,7 @@ def _train(original, *args, **kwargs):
             model,
             optimizer,
             call["opt_param_scheduler"],
-            accumulation=arguments.paci_accum or get_num_microbatches(),
+            accumulation=_accumulation() or get_num_microbatches(),
             extra_in_flight=arguments.paci_extra_in_flight,
             defer_step=arguments.paci_defer_step,
             clip=arguments.paci_clip,
@@ -139,7 +146,15 @@ def _train(original, *args, **kwargs):
 
 
 def _train_step(original, *args, **kwargs):
-    step = original if installed_stage() is None else paci_train_step
+    stage = installed_stage()
+    if stage is None:
+        step = original
+    elif _accumulation() == SYNC:
+        stage.suspend()
+        step = stage.doing("training by Megatron's own 1F1B")(original)
+    else:
+        stage.resume()
+        step = paci_train_step
     with nullcontext() if _recorder is None else _recorder.counting():
         result = step(*args, **kwargs)
     if _recorder is not None:

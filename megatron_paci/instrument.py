@@ -69,8 +69,10 @@ class Instrument:
             stage: The ``MegatronStage`` under PACI, None under Megatron's own schedules.
         """
         self.timeline = timeline
+        self._stage = stage
         self._engine = stage and stage.engine
         self._iteration = 0
+        self._synchronous_iterations = 0
         self._forwards: dict[int, dict[str, Any]] = {}
         self._patches = PatchSet(
             (
@@ -93,19 +95,19 @@ class Instrument:
         if self._engine is not None:
             self._engine.channel = TimedChannel(self._engine, timeline)
             self._engine.window = TimedWindow(self._engine.window, timeline)
-        else:
-            step = optimizer.step
+        step = optimizer.step  # PACI takes it in parts, which TimedWindow notes
 
-            def timed_step(*args, **kwargs):
-                with timeline.span("STEP"):
-                    return step(*args, **kwargs)
+        def timed_step(*args, **kwargs):
+            with timeline.span("STEP"):
+                return step(*args, **kwargs)
 
-            optimizer.step = timed_step
+        optimizer.step = timed_step
         self._optimizer = optimizer
 
     def end_iteration(self) -> None:
         """Note the end of an iteration."""
         self._iteration += 1
+        self._synchronous_iterations += not self._streams
         self.timeline.note("iteration", number=self._iteration)
 
     def close(self) -> None:
@@ -114,13 +116,20 @@ class Instrument:
         if self._engine is not None:
             self._engine.channel = self._engine.channel.timed
             self._engine.window = self._engine.window.timed
-        else:
-            del self._optimizer.step
+        del self._optimizer.step
+
+    @property
+    def _streams(self) -> bool:
+        """Whether PACI trains, and not Megatron's own schedule."""
+        return self._stage is not None and not self._stage.suspended
 
     def _facts(self, **facts: Any) -> dict[str, Any]:
-        if self._engine is None:
-            return {"stream": self._iteration, **facts}
-        return {"stream": self._engine.num_streams, "version": self._engine.version, **facts}
+        stream = self._synchronous_iterations  # each is one
+        if self._engine is not None:
+            stream += self._engine.num_streams
+        if self._streams:
+            facts["version"] = self._engine.version
+        return {"stream": stream, **facts}
 
     def _forward(self, original, *args, **kwargs):
         if not torch.is_grad_enabled():  # an evaluation
@@ -144,7 +153,7 @@ class Instrument:
             return original(input_tensor, output_tensor, *args, **kwargs)
 
     def _communicate(self, original, *args, **kwargs):
-        if self._engine is not None or not torch.is_grad_enabled():
+        if self._streams or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         with self.timeline.span("wait", message=None):
             return original(*args, **kwargs)

@@ -101,7 +101,7 @@ def _checkpoint_and_decide_exit(original, *args, **kwargs):
 
 def _sum_router_metrics(original, tracker, metric_names, *args, **kwargs):
     stage = installed_stage()
-    if stage is None:
+    if stage is None or stage.suspended:
         original(tracker, metric_names, *args, **kwargs)
     elif stage.is_last_stage:  # it has the metrics of all stages already (router_metrics.py)
         original(tracker, metric_names, stage.stage_collection)

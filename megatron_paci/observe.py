@@ -72,7 +72,7 @@ class Observer:
         self._instrument.end_iteration()
         self._collect()
         telemetry = self._stage and self._stage.telemetry
-        if telemetry is None or not self._stage.is_last_stage:
+        if telemetry is None or not self._stage.is_last_stage or self._stage.suspended:
             return losses
         stages = telemetry.stages
         _write_figures(stages, number)

@@ -17,11 +17,10 @@ from megatron_paci.rules import (
     Rule,
     has_virtual_stages,
     is_set,
-    is_whole,
-    microbatch_counts,
     more_than_one,
     refuse,
 )
+from megatron_paci.windows import shortest_window
 
 
 def _balances_by_quantiles(args) -> bool:
@@ -58,8 +57,8 @@ def _fills_one_queue(args) -> bool:
     if not _has_one_queue(args):
         return False
     shares = not getattr(args, "untie_embeddings_and_output_weights", False)
-    window = args.paci_accum or min(microbatch_counts(args), default=0)
-    if not (shares or getattr(args, "mtp_num_layers", None)) or not is_whole(window, at_least=1):
+    window = shortest_window(args)
+    if not (window and (shares or getattr(args, "mtp_num_layers", None))):
         return False
     return args.pipeline_model_parallel_size + args.paci_defer_step > 4 * window
 
@@ -127,7 +126,7 @@ SCHEDULE = (
 PARALLELISM = (
     Rule(
         "tied embeddings, short windows and CUDA_DEVICE_MAX_CONNECTIONS=1",
-        ("paci_accum", "paci_defer_step"),
+        ("paci_accum", "paci_accum_schedule", "paci_defer_step"),
         _fills_one_queue,
         "with CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment and an embedding that the first and "
         "the last stage share, more than four windows in a pipeline can wait for each other for "

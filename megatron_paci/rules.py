@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_paci.arguments import SCHEDULES
+from megatron_paci.arguments import SCHEDULES, is_whole
+from megatron_paci.windows import phases_fault, windows
 
 
 @dataclass(frozen=True)
@@ -76,41 +77,6 @@ def has_virtual_stages(args: argparse.Namespace) -> bool:
     )(args)
 
 
-def data_parallel_size(args: argparse.Namespace) -> int:
-    """Return the number of data-parallel replicas that the flags imply."""
-    model = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
-    return max(1, args.world_size // model)
-
-
-def microbatch_counts(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return every number of microbatches per iteration that the flags lead to.
-
-    More than one only with ``--step-batch-size-schedule``. Empty if the flags are incomplete,
-    which Megatron itself reports.
-    """
-    samples = (args.micro_batch_size or 0) * data_parallel_size(args)
-    schedule = getattr(args, "step_batch_size_schedule", None)
-    if not samples:
-        return ()
-    if schedule is not None:
-        try:
-            sizes = [int(entry.split(":")[1]) for entry in schedule.replace(",", " ").split()]
-        except (IndexError, ValueError):
-            return ()
-    else:
-        sizes = [args.global_batch_size or samples]
-    return tuple(size // samples for size in sizes)
-
-
-def is_whole(value: int | str, *, at_least: int) -> bool:
-    """Whether the value of a flag is a whole number that is large enough."""
-    return isinstance(value, int) and value >= at_least
-
-
 def _writable(what: str, name: str) -> Rule:
     """Return the rule that the folder which the argument ``name`` gives can be written to."""
 
@@ -134,16 +100,7 @@ def _bad_accumulation(args: argparse.Namespace) -> bool:
 
 
 def _indivisible(args: argparse.Namespace) -> bool:
-    if args.paci_accum is None or _bad_accumulation(args):
-        return False
-    return any(count % args.paci_accum for count in microbatch_counts(args))
-
-
-def divisors(args: argparse.Namespace) -> str:
-    """Return the accumulations that fit every number of microbatches, as text."""
-    counts = microbatch_counts(args)
-    fitting = [a for a in range(1, min(counts) + 1) if not any(count % a for count in counts)]
-    return " or ".join(map(str, fitting[-4:]))
+    return any(count % size for _, size, count in windows(args))
 
 
 SELECTION_RULES = (
@@ -178,10 +135,12 @@ SELECTION_RULES = (
     ),
     Rule(
         "a window, its step or a watchdog under another schedule",
-        ("paci_accum", "paci_extra_in_flight", "paci_defer_step", "paci_stall_seconds"),
+        ("paci_accum", "paci_accum_schedule", "paci_extra_in_flight", "paci_defer_step",
+         "paci_stall_seconds"),
         lambda args: args.pipeline_schedule in SCHEDULES[:-1]
         and (
             args.paci_accum is not None
+            or args.paci_accum_schedule is not None
             or args.paci_extra_in_flight != 0
             or args.paci_defer_step
             or args.paci_stall_seconds != 0
@@ -204,10 +163,32 @@ WINDOW_RULES = (
     Rule(
         "a window that does not divide the iteration",
         ("paci_accum",),
-        _indivisible,
+        lambda args: args.paci_accum_schedule is None and _indivisible(args),
         "does not divide the {counts} microbatches of an iteration "
         "(global batch / (micro batch * data parallel)), so drains would fall inside a window",
         "take --paci-accum {divisors}, or change --global-batch-size",
+    ),
+    Rule(
+        "phases that cannot be read",
+        ("paci_accum_schedule",),
+        lambda args: phases_fault(args) != "",
+        "{phases_fault}",
+        "write accumulations and samples like sync:0,4:20000,8:100000, the first from sample 0 on",
+    ),
+    Rule(
+        "phases whose windows do not divide the iteration",
+        ("paci_accum_schedule",),
+        lambda args: args.paci_accum_schedule is not None and _indivisible(args),
+        "an accumulation has to divide the microbatches of an iteration (global batch / (micro "
+        "batch * data parallel)): {indivisible}",
+        "take other accumulations or samples, or change the batch size",
+    ),
+    Rule(
+        "two accumulations",
+        ("paci_accum", "paci_accum_schedule"),
+        lambda args: args.paci_accum is not None and args.paci_accum_schedule is not None,
+        "both say how many backward passes a stage accumulates",
+        "drop --paci-accum",
     ),
     Rule(
         "a number of microbatches in flight that is none",

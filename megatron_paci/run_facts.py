@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from megatron_paci.accumulation import accumulation_at
 from megatron_paci.arguments import selected_schedule
 from megatron_paci.version import versions
 
@@ -16,11 +18,14 @@ def place(args: Any) -> dict[str, Any]:
     """Return where this rank stands in the job, and under which schedule.
 
     ``replica`` tells the pipelines of a job apart: it is the first rank of this one.
-    ``accumulation`` is the window of PACI, None under other schedules.
+    ``accumulation`` is the window of PACI, None under other schedules; of several the last one.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     schedule = selected_schedule(args)
-    window = args.paci_accum or get_num_microbatches() if schedule == "paci" else None
+    window = None
+    if schedule == "paci":
+        count = get_num_microbatches()
+        window = accumulation_at(args, sys.maxsize, count) or count
     return {
         "rank": torch.distributed.get_rank(),
         "stage": pipeline.rank(),
@@ -45,6 +50,7 @@ def run_facts(args: Any) -> dict[str, Any]:
         "num_microbatches": get_num_microbatches(),
         "extra_in_flight": args.paci_extra_in_flight,
         "defer_step": args.paci_defer_step,
+        "accumulation_schedule": args.paci_accum_schedule,
         "sequence_length": args.seq_length,
         "seed": args.seed,
         "versions": versions(),

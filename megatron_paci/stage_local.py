@@ -52,19 +52,23 @@ class StageLocalStatistics:
             [torch.distributed.ProcessGroup], torch.distributed.ProcessGroup
         ],
     ):
-        """Replace the groups; all ranks of the job have to do so.
+        """Create the groups and put them in place; all ranks of the job have to do so.
 
         Args:
             create_within_stage: Returns the part of a group that lies on this stage.
         """
         self._optimizers = optimizer_parts(optimizer)
         self._originals = [part.get_grad_stats_parallel_group() for part in self._optimizers]
-        parts: dict[Any, torch.distributed.ProcessGroup] = {}
+        self._parts = {
+            original: create_within_stage(original) for original in dict.fromkeys(self._originals)
+        }
+        self.groups = tuple(self._parts.values())
+        self.redo()
+
+    def redo(self) -> None:
+        """Put the groups in place, after ``undo``."""
         for part, original in zip(self._optimizers, self._originals):
-            if original not in parts:
-                parts[original] = create_within_stage(original)
-            part.grad_stats_parallel_group = parts[original]
-        self.groups = tuple(parts.values())
+            part.grad_stats_parallel_group = self._parts[original]
 
     def undo(self) -> None:
         """Give the optimizers their groups back."""

@@ -9,6 +9,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
+from megatron_paci.accumulation import accumulation_at
 from megatron_paci.build import installed_stage
 
 
@@ -39,7 +40,7 @@ def paci_train_step(
     args = get_args()
     stage = installed_stage()
     num_microbatches = get_num_microbatches()
-    stage.set_accumulation(args.paci_accum or num_microbatches)
+    stage.set_accumulation(accumulation_at(args, args.consumed_train_samples, num_microbatches))
     losses = forward_backward_func(
         forward_step_func=forward_step_func,
         data_iterator=data_iterator,

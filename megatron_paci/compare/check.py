@@ -55,7 +55,7 @@ def _judge(arguments: list[str], script: str) -> list[str]:
     from megatron.training.arguments import parse_args
 
     from megatron_paci.compatibility import violations
-    from megatron_paci.rules import microbatch_counts
+    from megatron_paci.windows import microbatch_counts
 
     sys.argv = [script, *arguments]
     said = io.StringIO()
@@ -65,7 +65,7 @@ def _judge(arguments: list[str], script: str) -> list[str]:
     except SystemExit:  # argparse has said why, behind all of its usage
         return [said.getvalue().rpartition("error: ")[2].strip() or "the flags cannot be parsed"]
     found = [line.removeprefix("- ") for line in violations(args)]
-    stages, counts = args.pipeline_model_parallel_size, microbatch_counts(args)
+    stages, counts = args.pipeline_model_parallel_size, microbatch_counts(args).values()
     model = args.tensor_model_parallel_size * args.context_parallel_size * stages
     if args.world_size % model:
         found.append(

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from megatron_paci.convergence.settings import SYNC, Settings
+from megatron_paci.accumulation import SYNC
+from megatron_paci.convergence.settings import Settings
 
 PASSES = 3  # a forward, and a backward that takes as long as two
 OVERHEADS = (Fraction(0), Fraction(1, 50), Fraction(1, 25))

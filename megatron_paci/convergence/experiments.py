@@ -110,7 +110,7 @@ def rates(optimizer: str, values: tuple[float, ...]) -> dict[str, Settings]:
 
 def depth() -> dict[str, Settings]:
     """More stages at the same accumulation, for one model of 32 thin layers."""
-    model = {"layers": 32, "hidden": 48, "iterations": 320, "warmup": 16}
+    model = {"layers": 32, "hidden": 56, "iterations": 300, "warmup": 15}
     runs = {}
     for stages in (4, 8, 16, 32):
         runs |= {f"N={stages}, 1F1B": flush(stages=stages, **model),

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_paci.accumulation import Phase, parse_phases, phase_at
 
 OPTIMIZERS = ("adam", "nadam", "muon", "sgd")
 NORMS = ("pipelined", "local", "global")
 CLIP_RULES = ("none", *NORMS)
-SYNC = 0
-PHASE = re.compile(r"(sync|[1-9][0-9]*)(?::([0-9]+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +23,7 @@ class Settings:
     """Pipeline size N."""
 
     schedule: str = "sync"
-    """From which sample on which schedule: ``sync`` is 1F1B, a number is PACI's accumulation.
-    ``sync:0,4:20000`` begins as 1F1B; a schedule alone holds from the first sample on."""
+    """As ``--paci-accum-schedule``: ``sync`` is 1F1B, a number is PACI's accumulation."""
 
     batch: int = 32
     """Sequences per iteration."""
@@ -33,10 +31,10 @@ class Settings:
     microbatch: int = 2
     """Sequences per microbatch; an iteration has ``batch / microbatch`` of them."""
 
-    iterations: int = 440
+    iterations: int = 360
     layers: int = 8
-    hidden: int = 96
-    heads: int = 3
+    hidden: int = 104
+    heads: int = 4
     sequence: int = 96
     """Tokens, which are bytes, per sequence."""
 
@@ -47,7 +45,7 @@ class Settings:
     """``adam`` is AdamW; ``nadam`` AdamW with Nesterov momentum; ``muon`` Megatron's."""
 
     lr: float = 1e-3
-    warmup: int = 22
+    warmup: int = 18
     """Iterations of linear warm-up; then a cosine down to a tenth."""
 
     weight_decay: float = 0.1
@@ -126,22 +124,13 @@ class Settings:
         return self.batch // self.microbatch
 
     @property
-    def phases(self) -> list[tuple[int, int]]:
-        """The schedule as pairs of accumulation (``SYNC`` for 1F1B) and first sample."""
-        parts = [PHASE.fullmatch(part) for part in self.schedule.split(",")]
-        starts = [int(part[2] or 0) if part else -1 for part in parts]
-        if starts[0] != 0 or starts != sorted(set(starts)):
-            raise ValueError(
-                f"schedule {self.schedule!r} is not like sync, 4 or sync:0,4:20000: each part "
-                "begins at a later sample, the first at 0"
-            )
-        names = [part[1] for part in parts]
-        return [(SYNC if name == "sync" else int(name), first)
-                for name, first in zip(names, starts)]
+    def phases(self) -> tuple[Phase, ...]:
+        """The schedule's phases."""
+        return parse_phases(self.schedule)
 
     def accumulation_at(self, iteration: int) -> int:
         """Return the accumulation of an iteration, counted from 0; ``SYNC`` for 1F1B."""
-        return [a for a, first in self.phases if first <= iteration * self.batch][-1]
+        return phase_at(self.phases, iteration * self.batch).accumulation
 
     def changed(self) -> dict[str, Any]:
         """Return the fields that differ from the default."""

@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_paci.accumulation import SYNC
 from megatron_paci.bench.rank import end_with_parent
-from megatron_paci.convergence.settings import SYNC, Settings
+from megatron_paci.convergence.settings import Settings
 from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags
 from megatron_paci.plots import running_mean
 from megatron_paci.version import versions

@@ -63,9 +63,10 @@ def add_slowed(launches: Launches) -> None:
         )
 
 
-def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of the newest checkpoint in a folder, in format torch_dist."""
-    iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+def checkpoint_tensors(folder: Path, iteration: int | None = None) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint, the newest by default, in format torch_dist."""
+    if iteration is None:
+        iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
     reader = FileSystemReader(folder / f"iter_{iteration:07d}")
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -67,12 +67,14 @@ def test_a_batch_size_schedule_is_read_as_megatron_reads_it(parse, schedule):
         StepBatchsizeNumMicroBatchesCalculator as Calculator,
     )
 
-    from megatron_paci.rules import microbatch_counts
+    from megatron_paci.windows import microbatch_counts
 
     args = parse(f"{PACI} 2", 2)
     args.step_batch_size_schedule, args.global_batch_size = schedule, None
-    sizes = [size for _, size in Calculator._parse_schedule(schedule, None)]
-    assert microbatch_counts(args) == tuple(size // 2 for size in sizes) == (4, 8, 12)
+    for args.seq_length in (None, 64):  # thresholds in samples, or in tokens
+        read = Calculator._parse_schedule(schedule, args.seq_length)
+        assert microbatch_counts(args) == {first: size // 2 for first, size in read}
+        assert list(microbatch_counts(args).values()) == [4, 8, 12]
 
 
 # 11: what the delay may cost

@@ -374,7 +374,7 @@ def test_a_folder_without_permission_is_refused(parse, tmp_path, monkeypatch):
 
 def test_every_rule_names_a_feature_and_formats(parse):
     args = parse(PACI)
-    facts = dict.fromkeys(("counts", "divisors", "flags"), "x")
+    facts = dict.fromkeys(("counts", "divisors", "flags", "phases_fault", "indivisible"), "x")
     for rule in SELECTION_RULES + PACI_RULES:
         assert rule.feature and rule.arguments and rule.reason.format(args=args, **facts)
         assert rule.remedy.format(args=args, **facts)
@@ -404,8 +404,8 @@ def test_the_flags_and_their_help(parse):
     """Freezes the list of flags; a change here is a change of the command line."""
     group = next(g for g in parse.parser._action_groups if g.title == "paci")
     assert [action.option_strings[0] for action in group._group_actions] == [
-        "--pipeline-schedule", "--paci-accum", "--paci-extra-in-flight", "--paci-defer-step",
-        "--paci-clip", "--paci-nonfinite", "--paci-record",
+        "--pipeline-schedule", "--paci-accum", "--paci-accum-schedule", "--paci-extra-in-flight",
+        "--paci-defer-step", "--paci-clip", "--paci-nonfinite", "--paci-record",
         "--paci-telemetry", "--paci-trace", "--paci-stall-seconds", "--paci-accept-unknown-flags",
     ]
     assert all(action.help for action in group._group_actions)
