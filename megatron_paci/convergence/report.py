@@ -12,7 +12,7 @@ from statistics import mean, stdev
 from megatron_paci.convergence.clock import OVERHEADS, best_flush, first_below, times
 from megatron_paci.convergence.experiments import EXPERIMENTS, Experiment
 from megatron_paci.convergence.figures import FIGURES
-from megatron_paci.convergence.results import Results, final
+from megatron_paci.convergence.results import Results, final, final_training
 from megatron_paci.convergence.settings import Settings
 
 TABLE = re.compile(
@@ -51,14 +51,15 @@ def table(experiment: Experiment, results: Results) -> str:
             label,
             _spread(losses),
             "" if label == baseline or not differences else _difference(differences),
+            _spread([final_training(run) for run in whole.values()]),
             f"{mean(run['deviation'] for run in whole.values()):.4f}" if whole else "",
             str(max(run["drift_max"] for run in runs.values())),
             f"{len(runs) - len(whole)} of {len(runs)}",
         ))
     if not rows:
         return f"Not run yet: `python docs/convergence.py {experiment.name}`\n"
-    head = ("run", "validation loss", "difference to 1F1B", "deviation of the training loss",
-            "largest drift", "diverged")
+    head = ("run", "validation loss", "difference to 1F1B", "training loss",
+            "deviation of the training loss", "largest drift", "diverged")
     return _rows(head, rows)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from megatron_paci.convergence.experiments import Experiment
@@ -54,3 +55,9 @@ class Results:
 def final(result: dict[str, Any]) -> float:
     """Return the validation loss at the end; not a number if the run has diverged."""
     return math.nan if result["diverged"] is not None else result["validation"][-1][1]
+
+
+def final_training(result: dict[str, Any]) -> float:
+    """Return the mean training loss of the last tenth of a run."""
+    losses = result["losses"]
+    return mean(losses[-max(1, len(losses) // 10):])

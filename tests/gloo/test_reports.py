@@ -157,6 +157,8 @@ def two(folder):
         "arguments": flags(2, CLIPPED, TIED), "plugin": False,
         "save_initial": str(folder / "clipped"),
     }
+    phases = "--pipeline-schedule paci --paci-accum-schedule sync:0,2:32"
+    scenarios["phases"] = {"arguments": flags(2, f"{CLIPPED} {phases}", TIED)}
     return launch(2, scenarios, folder / "two", seconds=300)
 
 
@@ -226,9 +228,11 @@ def test_1f1b_in_one_process_equals_megatron_clipping_and_tied_weights_included(
     assert [rank["weights"] for rank in ranks] == local["weights"]
 
 
-def test_in_one_process_a_synchronous_start_is_1f1b_up_to_the_switch(one):
-    start, whole = one["local-start"][0]["losses"], one["local-1f1b"][0]["losses"]
-    assert start[:2] == whole[:2] and start[3] != whole[3]
+def test_in_one_process_a_synchronous_start_is_the_one_of_the_distributed_run(two, one):
+    ranks, [start], [whole] = two["phases"], one["local-start"], one["local-1f1b"]
+    assert ranks[-1]["losses"] == start["losses"] and len(start["losses"]) == ITERATIONS
+    assert [rank["weights"] for rank in ranks] == start["weights"] != whole["weights"]
+    assert start["losses"][:2] == whole["losses"][:2]
 
 
 def test_in_one_process_a_resumed_run_equals_one_that_was_only_drained(one):

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def write(results: Results, settings: Settings, validation, **changes) -> None:
     result = {"settings": asdict(settings), "validation": validation, "diverged": None,
-              "deviation": 0.1, "drift_max": 2} | changes
+              "deviation": 0.1, "drift_max": 2,
+              "losses": [9.0, *[4.0] * 17, settings.lr * 1000, 3.0]} | changes
     results.path(settings).write_text(json.dumps(result))
 
 
@@ -173,12 +174,12 @@ def test_a_table_compares_seed_by_seed(tmp_path):
         write(results, replace(flush(), seed=seed), [[500, sync]])
         write(results, replace(paci(4), seed=seed), [[500, stream]])
     assert table(experiment, results).splitlines()[2:] == [
-        "| 1F1B | 3.0000 ± 1.0000 |  | 0.1000 | 2 | 0 of 3 |",
-        "| PACI a=4 | 3.2000 ± 1.1000 | +0.2000 ± 0.2484 | 0.1000 | 2 | 0 of 3 |",
+        "| 1F1B | 3.0000 ± 1.0000 |  | 2.5000 ± 0.0000 | 0.1000 | 2 | 0 of 3 |",
+        "| PACI a=4 | 3.2000 ± 1.1000 | +0.2000 ± 0.2484 | 2.5000 ± 0.0000 | 0.1000 | 2 | 0 of 3 |",
     ]
     write(results, replace(paci(4), seed=3), [], diverged=7)
     assert table(experiment, results).splitlines()[3] == (
-        "| PACI a=4 | 2.6500 ± 0.7778 | +0.1500 ± 0.6353 | 0.1000 | 2 | 1 of 3 |"
+        "| PACI a=4 | 2.6500 ± 0.7778 | +0.1500 ± 0.6353 | 2.5000 ± 0.0000 | 0.1000 | 2 | 1 of 3 |"
     )
 
 
