@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_paci.accumulation import SYNC
 from megatron_paci.convergence.settings import Settings
 
 BATCH = 32
-RATES = {"adam": 2e-3, "nadam": 2e-3, "muon": 8e-3, "sgd": 0.1}
-"""The learning rates of the experiments that do not vary it: the best for 1F1B in ``rate``,
-``muon`` and ``sgd``."""
+RATES = {
+    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 1e-3, 16: 2e-3},
+    "nadam": {SYNC: 2e-3, 4: 5e-4, 16: 2e-3},
+    "muon": dict.fromkeys((SYNC, 4, 8, 16), 4e-3),
+}
+"""Learning rates by optimizer and accumulation, for the experiments that do not vary them: the best
+in ``rate`` and ``muon``, and for accumulations that are not there that of the next smaller one."""
+MUON = {"optimizer": "muon"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Experiment:
 
 def flush(**changes) -> Settings:
     """Return 1F1B. Its result does not depend on the size of microbatches but for rounding."""
-    changes.setdefault("lr", RATES[changes.get("optimizer", "adam")])
+    if "lr" not in changes:
+        changes["lr"] = RATES[changes.get("optimizer", "adam")][SYNC]
     return Settings(**{"schedule": "sync", "batch": BATCH, "microbatch": BATCH // 4, **changes})
 
 
@@ -53,13 +60,21 @@ def paci(accumulation: int, *, start: int = 0, **changes) -> Settings:
     Args:
         start: Iterations of 1F1B before.
     """
+    if "lr" not in changes:
+        changes["lr"] = RATES[changes.get("optimizer", "adam")][accumulation]
     schedule = f"sync:0,{accumulation}:{start * BATCH}" if start else str(accumulation)
     return flush(**{"schedule": schedule, "microbatch": BATCH // accumulation, **changes})
 
 
 def accumulation() -> dict[str, Settings]:
-    """Flush against PACI at equal samples and equal batch per update."""
-    return {"1F1B": flush()} | {f"PACI a={a}": paci(a) for a in (1, 2, 4, 8, 16)}
+    """Flush against PACI at equal samples and equal batch per update.
+
+    With the learning rate of 1F1B, and with their own.
+    """
+    rate, sizes = RATES["adam"], (1, 2, 4, 8, 16)
+    return {"1F1B": flush()} | {f"a={a}": paci(a, lr=rate[SYNC]) for a in sizes} | {
+        f"a={a}, lr {rate[a]:g}": paci(a) for a in sizes if rate[a] != rate[SYNC]
+    }
 
 
 def mismatch() -> dict[str, Settings]:
@@ -122,7 +137,7 @@ def stability() -> dict[str, Settings]:
     """Learning rates until something breaks."""
     return {
         label: replace(settings, iterations=200, warmup=10)
-        for label, settings in rates("adam", (2e-3, 4e-3, 8e-3, 1.6e-2)).items()
+        for label, settings in rates("adam", (1e-3, 4e-3, 1.6e-2, 6.4e-2)).items()
     }
 
 
@@ -131,7 +146,7 @@ def start() -> dict[str, Settings]:
     runs = {"1F1B": flush()}
     for a in (4, 16):
         runs[f"a={a}"] = paci(a)
-        runs |= {f"a={a}, 1F1B for {n}": paci(a, start=n) for n in (25, 50, 100)}
+        runs |= {f"a={a}, 1F1B for {n}": paci(a, start=n) for n in (18, 36, 72)}
     return runs
 
 
@@ -139,7 +154,7 @@ def momentum() -> dict[str, Settings]:
     """AdamW and NAdam, with several momenta."""
     runs = {}
     for optimizer, name, beta in (("adam", "AdamW", 0.9), ("nadam", "NAdam", 0.9),
-                                  ("nadam", "NAdam", 0.95), ("nadam", "NAdam", 0.99)):
+                                  ("nadam", "NAdam", 0.97)):
         changes = {"optimizer": optimizer, "beta1": beta}
         runs |= {f"{name} {beta:g}, 1F1B": flush(**changes),
                  f"{name} {beta:g}, a=4": paci(4, **changes),
@@ -148,33 +163,40 @@ def momentum() -> dict[str, Settings]:
 
 
 def discount() -> dict[str, Settings]:
-    """PipeMare's rule for the learning rate, and longer warm-up."""
+    """PipeMare's rule for the learning rate, and longer warm-up, with the rate of 1F1B."""
     runs = {"1F1B": flush(), "1F1B, warm-up 100": flush(warmup=100)}
+    rate = RATES["adam"][SYNC]
     for a in (4, 16):
-        runs |= {f"a={a}": paci(a), f"a={a}, warm-up 100": paci(a, warmup=100)}
+        runs |= {f"a={a}": paci(a, lr=rate), f"a={a}, warm-up 100": paci(a, lr=rate, warmup=100)}
     for n in (50, 250):
-        runs[f"a=4, rule for {n}"] = paci(4, rate_iterations=n)
+        runs[f"a=4, rule for {n}"] = paci(4, lr=rate, rate_iterations=n)
     return runs
 
 
 def recipe() -> dict[str, Settings]:
-    """Synchronous start and Nesterov momentum together."""
-    runs = {"1F1B, AdamW": flush(), "1F1B, NAdam 0.95": flush(optimizer="nadam", beta1=0.95)}
+    """Muon, and a synchronous start besides."""
+    runs = {"1F1B, Muon": flush(**MUON), "1F1B, AdamW": flush()}
     for a in (4, 8, 16):
-        for beta in (0.95, 0.97):
-            changes = {"optimizer": "nadam", "beta1": beta}
-            runs[f"a={a}, NAdam {beta:g}, 1F1B for 50"] = paci(a, start=50, **changes)
+        runs[f"a={a}, Muon"] = paci(a, **MUON)
+        runs |= {f"a={a}, Muon, 1F1B for {n}": paci(a, start=n, **MUON) for n in (18, 36)}
     return runs
 
 
+LONG = {"iterations": 1500, "warmup": 75, "validations": 20}
+
+
 def time_to_loss() -> dict[str, Settings]:
-    """Longer runs, for the time to a validation loss."""
-    long = {"iterations": 1800, "warmup": 90, "validations": 20}
-    nesterov = {"optimizer": "nadam", "beta1": 0.95}
+    """Longer runs with Muon, for the time to a validation loss."""
+    return {"1F1B, Muon": flush(**MUON, **LONG)} | {
+        f"a={a}, Muon, 1F1B for 75": paci(a, start=75, **MUON, **LONG) for a in (8, 16)
+    }
+
+
+def time_with_adam() -> dict[str, Settings]:
+    """The same with AdamW."""
     return {
-        "1F1B, AdamW": flush(**long),
-        "1F1B, NAdam 0.95": flush(**nesterov, **long),
-        "a=16, NAdam 0.95, 1F1B for 100": paci(16, start=100, **nesterov, **long),
+        "1F1B, AdamW": flush(**LONG),
+        "a=16, AdamW, 1F1B for 75": paci(16, start=75, **LONG),
     }
 
 
@@ -195,23 +217,25 @@ def _to_first(runs: dict[str, Settings]) -> dict[str, str]:
 
 _TABLE: tuple[tuple[str, str, Callable, Callable], ...] = (
     ("rate", "Which learning rate does each schedule want?",
-     lambda: rates("adam", (5e-4, 1e-3, 2e-3, 4e-3)), _every_third),
+     lambda: rates("adam", (5e-4, 1e-3, 2e-3, 4e-3)) | {"a=4, lr 0.00025": paci(4, lr=2.5e-4)},
+     lambda runs: _every_third(runs) | {"a=4, lr 0.00025": "1F1B, lr 0.0005"}),
     ("accumulation", "What does the accumulation a do, at equal batch?", accumulation, _to_first),
     ("mismatch", "Does it matter that backwards see newer weights?", mismatch, _to_first),
     ("start", "Does a synchronous start help?", start, _to_first),
-    ("momentum", "Does momentum help?", momentum, _every_third),
-    ("recipe", "Do start and momentum together?", recipe, _to_first),
+    ("momentum", "Does Nesterov momentum help?", momentum, _every_third),
+    ("recipe", "What do Muon and a synchronous start do together?", recipe, _to_first),
     ("clipping", "Which norm should clip?", clipping, _to_first),
     ("tied", "Do tied embeddings learn as well?", tied, _every_third),
     ("recomputation", "Does recomputing with newer weights matter?", recomputation, _to_first),
     ("muon", "And with Muon?",
-     lambda: rates("muon", (4e-3, 8e-3, 1.6e-2)), _every_third),
+     lambda: rates("muon", (2e-3, 4e-3, 8e-3)), _every_third),
     ("sgd", "And with SGD with momentum?",
      lambda: rates("sgd", (0.05, 0.1, 0.2)), _every_third),
     ("depth", "How does the number of stages count?", depth, _every_second),
     ("stability", "Which learning rate breaks which schedule?", stability, _every_third),
     ("discount", "Does a smaller rate on early stages, or longer warm-up?", discount, _to_first),
-    ("time", "How long does it take to a validation loss?", time_to_loss, _to_first),
+    ("time", "How long does it take to a validation loss, with Muon?", time_to_loss, _to_first),
+    ("time_adam", "And with AdamW?", time_with_adam, _to_first),
 )
 
 EXPERIMENTS = {

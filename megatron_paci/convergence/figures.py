@@ -119,4 +119,6 @@ FIGURES: dict[str, Callable[[Any, Experiment, Results], None]] = {
     "depth": _over_setting("stages", log_base=2),
     "stability": _over_setting("lr", log_base=2),
     "time": _over_time,
+    "time_adam": _over_time,
+    "recipe": _over_samples,
 }

@@ -164,7 +164,8 @@ def tables(results: Results) -> dict[str, str]:
         found[name] = table(experiment, results)
         if name in FIGURES and any(results.of(experiment, label) for label in experiment.runs):
             found[name] += f"\n![{experiment.question}](images/convergence-{name}.png)\n"
-    found["speedup"] = time_table(EXPERIMENTS["time"], results)
+    for name in ("time", "time_adam"):
+        found[f"{name}_ratio"] = time_table(EXPERIMENTS[name], results)
     return found
 
 
