@@ -32,7 +32,7 @@ demo: setup  ## train a small model with PACI on this machine's CPUs
 	@.venv/bin/python examples/demo.py $(ARGS)
 
 test: setup  ## run the tests
-	@.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 gpu: setup  ## compare PACI with 1F1B on CUDA, report in out/gpu (tests/gpu/README.md)
 	@.venv/bin/python tests/gpu/check.py --out out/gpu $(ARGS)

@@ -142,16 +142,17 @@ def _wrap(wrapper: Callable, original: Callable) -> Callable:
 def _swap(changes: Iterable[tuple[ModuleType | type, str, Callable, Callable]]) -> None:
     """Replace methods where they are, and functions in every loaded module that holds them."""
     functions: dict[int, Callable] = {}
+    kinds: set[type] = set()  # a quick look at the type spares most values a slow one
     for owner, name, old, new in changes:
         if isinstance(owner, type):
             setattr(owner, name, new)
         else:
             functions[id(old)] = new
+            kinds.add(type(old))
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         if not isinstance(namespace, dict):
             continue
         for name, value in list(namespace.items()):
-            new = functions.get(id(value))
-            if new is not None:
+            if type(value) in kinds and (new := functions.get(id(value))) is not None:
                 namespace[name] = new

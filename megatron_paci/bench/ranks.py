@@ -90,7 +90,17 @@ def start(
     Args:
         program: Arguments of the interpreter, ``folder`` comes last.
     """
-    environment = os.environ | {
+    with _log(folder, rank).open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, *program, str(folder)],
+            env=environment(rank, num_ranks), stdin=subprocess.PIPE, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )
+
+
+def environment(rank: int, num_ranks: int) -> dict[str, str]:
+    """Return the environment of a rank on this machine: that of this process, and its own."""
+    return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -100,12 +110,6 @@ def start(
         "OMP_NUM_THREADS": "1",  # ranks share the cores
         "PYTHONPATH": python_path(),
     }
-    with _log(folder, rank).open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, *program, str(folder)],
-            env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def kill(ranks: Sequence[subprocess.Popen]) -> None:

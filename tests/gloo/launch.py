@@ -1,8 +1,8 @@
 """Starts the scenarios of a distributed test (worker.py) on local processes.
 
 One launch runs several scenarios, and the launches of a test file share their processes (pool.py),
-since importing Megatron costs seconds. When the time is up every rank prints what it was doing last
-and where, then all of them are killed.
+which are forked from one that has imported Megatron (forked.py): that costs seconds. When the time
+is up every rank prints what it was doing last and where, then all of them are killed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from megatron_paci.bench.ranks import RankError, run_ranks
-from tests.gloo.pool import WORKER, RankPool
+from megatron_paci.bench.ranks import RankError
+from megatron_paci.bench.results import job_result
+from megatron_paci.bench.virtual import VirtualRun
+from tests.gloo.pool import RankPool
 
-__all__ = ["RankError", "TINY_GPT", "end_shared_ranks", "flags", "launch"]
+__all__ = ["RankError", "TINY_GPT", "end_shared_ranks", "flags", "launch", "measured"]
 
 TINY_GPT = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -45,7 +48,7 @@ def launch(
 
     Args:
         scenarios: Name to the parameters of ``worker.run_scenario``.
-        folder: Receives outputs and results of fresh processes.
+        folder: Receives the output of fresh processes.
         seconds: Limit for the whole launch, times the environment's TEST_TIME_FACTOR (a number,
             for slow or busy machines).
         fresh: Start processes for this launch alone, for what is meant to fail or changes them.
@@ -59,10 +62,21 @@ def launch(
     seconds *= float(os.environ.get("TEST_TIME_FACTOR", "1"))
     if not fresh:
         return shared_ranks().run(num_ranks, scenarios, seconds=seconds)
-    runs = [{"name": name, "seconds": seconds, **each} for name, each in scenarios.items()]
-    # The workers speak up by themselves, a little before they would be killed.
-    results = run_ranks(num_ranks, runs, folder, seconds=seconds + 10, program=[str(WORKER)])
-    return dict(zip(scenarios, results))
+    pool = RankPool(folder)
+    try:
+        return pool.run(num_ranks, scenarios, seconds=seconds)
+    finally:
+        pool.close()
+
+
+def measured(
+    runs: dict[str, VirtualRun], folder: Path, *, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Do what ``bench.virtual.measure`` does, on the shared processes; return results by name."""
+    [num_ranks] = {run.num_ranks for run in runs.values()}
+    plans = {name: run.for_ranks(folder / name) for name, run in runs.items()}
+    found = launch(num_ranks, plans, folder, seconds=seconds)
+    return {name: job_result(ranks) for name, ranks in found.items()}
 
 
 def shared_ranks() -> RankPool:

@@ -1,4 +1,4 @@
-"""Ranks that stay alive between the runs of a test, since importing Megatron costs seconds.
+"""Ranks that stay alive between the runs of a test.
 
 A run on ``n`` ranks takes the first ``n`` processes of the pool, which are started when they are
 needed first. When a run fails, its processes have told what they were doing and are killed; the
@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 from megatron_paci.bench import ranks
-
-WORKER = Path(__file__).with_name("worker.py")
+from tests.gloo.forked import ForkedRank
 
 
 class RankPool:
@@ -29,7 +28,7 @@ class RankPool:
         """Start nothing yet; ``folder`` is made if it is not there."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._ranks: list[subprocess.Popen] = []
+        self._ranks: list[ForkedRank | subprocess.Popen] = []
         self._messages = 0
 
     def run(
@@ -82,8 +81,8 @@ class RankPool:
 
     def _start(self, num_ranks: int) -> None:
         while len(self._ranks) < num_ranks:
-            rank, program = len(self._ranks), (str(WORKER), "serve")
-            self._ranks.append(ranks.start(rank, num_ranks, self.folder, program))
+            environment = ranks.environment(len(self._ranks), num_ranks)
+            self._ranks.append(ForkedRank(serve, self.folder, environment))
 
     def _wait(self, files: list[Path], seconds: float) -> None:
         end = time.monotonic() + seconds + 10  # the workers speak up by themselves before
@@ -95,3 +94,11 @@ class RankPool:
             if time.monotonic() > end:
                 raise ranks.failure(f"no end after {seconds + 10:g} s", working, self.folder)
             time.sleep(0.02)
+
+
+def serve(folder: Path) -> None:
+    """Be a rank that does what it is sent."""
+    import tests.gloo.imported  # noqa: F401  (before worker.py, so that there is no GPU)
+    from tests.gloo import worker
+
+    worker.main(folder)

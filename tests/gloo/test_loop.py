@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_paci.bench.virtual import VirtualRun, measure
-from tests.gloo.launch import flags, launch
+from megatron_paci.bench.virtual import VirtualRun
+from tests.gloo.launch import flags, launch, measured
 
 LOGGING = (
     "--clip-grad 1.0 --log-throughput --log-memory-to-tensorboard --log-timers-to-tensorboard "
@@ -28,7 +28,7 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 def run(stages: int, microbatches: int, **parameters) -> VirtualRun:
     defaults = {
-        "accum": microbatches, "iterations": 20, "tied_embeddings": True, "megatron_args": LOGGING,
+        "accum": microbatches, "iterations": 10, "tied_embeddings": True, "megatron_args": LOGGING,
     }
     return VirtualRun(
         stages=stages, microbatches=microbatches, schedule="paci", **defaults | parameters
@@ -50,15 +50,13 @@ def two(tmp_path_factory):
             latency="1/10",
         ),
     }
-    found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("two"), seconds=400)
-    return dict(zip(runs, found))
+    return measured(runs, tmp_path_factory.mktemp("two"), seconds=400)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     runs = {"m2": run(4, 2), "m4": run(4, 4), "m8a2": run(4, 8, accum=2)}
-    found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("four"), seconds=400)
-    return dict(zip(runs, found))
+    return measured(runs, tmp_path_factory.mktemp("four"), seconds=400)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +64,14 @@ def eight(tmp_path_factory):
     """Eight ranks: as many stages, or four stages of two ranks each."""
     runs = {
         "m1": run(8, 1), "m8": run(8, 8),
-        "dp": run(4, 4, replicas=2, iterations=10),
-        "dp-a2": run(4, 4, replicas=2, accum=2, iterations=10),
-        "tp": run(4, 4, tensor=2, iterations=10),
+        "dp": run(4, 4, replicas=2),
+        "dp-a2": run(4, 4, replicas=2, accum=2),
+        "tp": run(4, 4, tensor=2),
         "sharded": run(
-            4, 4, replicas=2, iterations=10, megatron_args=f"{LOGGING} {SHARDED}"
+            4, 4, replicas=2, megatron_args=f"{LOGGING} {SHARDED}"
         ),
     }
-    found = measure(list(runs.values()), folder=tmp_path_factory.mktemp("eight"), seconds=600)
-    return dict(zip(runs, found))
+    return measured(runs, tmp_path_factory.mktemp("eight"), seconds=600)
 
 
 TWO = ("m1", "m4", "m4a1", "per-token", "local", "bf16", "fp16", "experts", "deferred")

@@ -17,14 +17,14 @@ import pytest
 
 from megatron_paci.bench.costs import per_stage
 from megatron_paci.bench.emulated import EmulatedRun, add_ratios, schedule_result
-from megatron_paci.bench.ranks import RankError, run_ranks
-from megatron_paci.bench.results import job_result
+from megatron_paci.bench.ranks import RankError
 from megatron_paci.bench.theory import SCHEDULES
 from megatron_paci.bench.virtual import VirtualRun, measure
 from megatron_paci.simulate.figures import Memory
 from megatron_paci.simulate.figures import measure as simulated
 from megatron_paci.simulate.schedules import plan
 from megatron_paci.simulate.timing import Costs
+from tests.gloo.launch import launch, measured
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,26 +120,26 @@ def emulated(schedule: str) -> EmulatedRun:
     )
 
 
-def launch(stages: int, folder: Path, seconds: float) -> dict[str, dict]:
+def trained(stages: int, folder: Path, seconds: float) -> dict[str, dict]:
     """Train ``runs``, with two stages also on emulated devices; return the results by name."""
-    planned = runs(stages, folder)
-    devices = {name: emulated(name) for name in SCHEDULES} if stages == 2 else {}
-    plans = [run.for_ranks(folder / name) for name, run in (planned | devices).items()]
-    results = dict(zip(planned | devices, run_ranks(stages, plans, folder, seconds=seconds)))
-    return {name: job_result(results[name]) for name in planned} | {
-        name: run.figures(folder / name) | {"ranks": results[name]}
-        for name, run in devices.items()
-    }
+    results = measured(runs(stages, folder), folder, seconds=seconds)
+    if stages == 2:
+        devices = {name: emulated(name) for name in SCHEDULES}
+        plans = {name: run.for_ranks(folder / name) for name, run in devices.items()}
+        ranks = launch(stages, plans, folder, seconds=seconds)
+        for name, run in devices.items():
+            results[name] = run.figures(folder / name) | {"ranks": ranks[name]}
+    return results
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(2, tmp_path_factory.mktemp("two"), 400)
+    return trained(2, tmp_path_factory.mktemp("two"), 400)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return launch(4, tmp_path_factory.mktemp("four"), 400)
+    return trained(4, tmp_path_factory.mktemp("four"), 400)
 
 
 @pytest.fixture(params=[2, 4])

@@ -1,13 +1,13 @@
 """One rank of a distributed test: runs scenarios of real Megatron training on the CPU.
 
-``worker.py FOLDER`` runs those in ``FOLDER/runs.json`` and ends (launch.py); ``worker.py serve
-FOLDER`` runs what comes in on its standard input until that closes (pool.py).
+It runs what comes in on its standard input until that closes (pool.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -20,11 +20,9 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from megatron_paci.bench.rank import end_with_parent, tear_down  # noqa: E402
-from megatron_paci.cpu import CpuDevice, cpu_environment, cpu_flags  # noqa: E402
-from tests.gloo.probes import (  # noqa: E402
+from megatron_paci.bench.rank import measure, tear_down
+from megatron_paci.cpu import cpu_flags
+from tests.gloo.probes import (
     digest,
     live_storage_bytes,
     optimizer_tensors,
@@ -79,10 +77,10 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         order: Note all that is posted and waited for, as events of nccl_order/rules.py.
     """
     import torch
-    from megatron.training import get_args
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+    from megatron.training import get_args, training
 
     from megatron_paci.build import installed_stage
-    from megatron_paci.patching import Patch, PatchSet
     from tests.nccl_order.recorder import Recorder
     from tests.nccl_order.rules import plain
 
@@ -149,29 +147,19 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         seen["router_metrics"].append({name: float(value) for name, value in result.items()})
         return result
 
-    training = "megatron.training.training"
-    tracker = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
-    probes = PatchSet(
-        (
-            Patch(f"{training}:train", probe_train, (), "probe"),
-            Patch(f"{training}:train_step", probe_step, (), "probe"),
-            Patch(f"{training}:evaluate", probe_evaluate, (), "probe"),
-            Patch(f"{tracker}._aggregate", probe_metrics, (), "probe"),
-        )
-    )
     path = ROOT / script
     sys.path.append(str(path.parent))  # what a script imports from beside it
     sys.argv = [str(path), *arguments, *cpu_flags(arguments)]
-    probes.install()
-    try:
-        with (
-            across_stages(seen) if collectives else contextlib.nullcontext(),
-            recorder.recording() if order else contextlib.nullcontext(),
-        ):
-            with contextlib.suppress(SystemExit):
-                runpy.run_path(str(path), run_name="__main__")
-    finally:
-        probes.uninstall()
+    with (
+        wrapped(training, "train", probe_train),
+        wrapped(training, "train_step", probe_step),
+        wrapped(training, "evaluate", probe_evaluate),
+        wrapped(MoEMetricsTracker, "_aggregate", probe_metrics),
+        across_stages(seen) if collectives else contextlib.nullcontext(),
+        recorder.recording() if order else contextlib.nullcontext(),
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_path(str(path), run_name="__main__")
     tear_down()
     if order:
         seen["order"] = plain(recorder.log)
@@ -179,6 +167,25 @@ def train(arguments: list[str], *, script: str, save_initial: str | None = None,
         seen["statistics"] = engine.statistics()
         seen["skipped"], seen["partial"] = engine.window.skipped, engine.window.partial
     return seen
+
+
+@contextlib.contextmanager
+def wrapped(owner, name: str, wrapper):
+    """Let ``wrapper(original, ...)`` stand in for a function of a module or class.
+
+    What others have imported of it is not looked for, as ``PatchSet`` does: that takes long.
+    """
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replaced(*args, **kwargs):
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -207,9 +214,13 @@ def across_stages(seen: dict):
 
 
 def run_scenario(scenario: dict) -> dict:
-    """Run one scenario: with ``plugin`` false without any hook."""
+    """Run one scenario: with ``plugin`` false without any hook; a measurement as benchmarks do."""
     import megatron_paci
 
+    if "measurement" in scenario:
+        result = measure(scenario)
+        tear_down()
+        return result
     os.environ["MASTER_PORT"] = str(scenario.pop("port"))
     hooked = scenario.pop("plugin", True)
     if hooked:
@@ -275,8 +286,11 @@ def lines_of_input():
     lines = queue.SimpleQueue()
 
     def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
+        # Not sys.stdin: a process that Megatron forks from this one closes that, and would wait for
+        # this thread to give it free.
+        with open(0, closefd=False) as file:
+            for line in file:
+                lines.put(line)
         os._exit(70)
 
     threading.Thread(target=read, daemon=True).start()
@@ -284,34 +298,9 @@ def lines_of_input():
         yield lines.get()
 
 
-def prepare() -> None:
-    """Make this process one without a GPU, for its life, and its mock data small."""
-    CpuDevice().install()
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.size = 1000  # its 100,000 documents take longer than the training
-
-
-def main() -> None:
-    folder = Path(sys.argv[-1])
-    os.environ.update(cpu_environment(os.environ))
-    if "serve" in sys.argv[1:-1]:
-        prepare()
-        serve(folder)
-    scenarios = json.loads((folder / "runs.json").read_text())
-    watch(scenarios[0]["seconds"])
-    end_with_parent()
-    prepare()
-    for scenario in scenarios:
-        del scenario["seconds"]
-    for number, scenario in enumerate(scenarios):
-        [result] = run_all([scenario])
-        (folder / f"{number}.rank{RANK}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
+def main(folder: Path) -> None:
     try:
-        main()
+        serve(folder)
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
