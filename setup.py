@@ -41,7 +41,7 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "emerging-optimizers>=0.3"],
+        "test": ["pytest>=8", "pytest-xdist>=3.8", "hypothesis>=6.100", "emerging-optimizers>=0.3"],
         "muon": ["emerging-optimizers>=0.3"],
         "docs": ["sphinx==9.1.1"],
         "tensorboard": ["tensorboard>=2.16"],
