@@ -22,6 +22,8 @@ itself. It goes where the script would go behind torchrun::
 (megatron_paci/compare)::
 
     python -m megatron_paci compare --nproc 8 --accum 4,8 --output DIR pretrain_gpt.py <flags>
+
+and with ``--short`` tells in one line whether the loss curves of 1F1B and PACI part.
 """
 
 from __future__ import annotations

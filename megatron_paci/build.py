@@ -22,6 +22,7 @@ from megatron_paci.groups import (
     create_stage_groups,
     destroy_groups,
 )
+from megatron_paci.loss_warning import LossWarning
 from megatron_paci.report import EXIT_ON_DURATION, EXIT_ON_SIGNAL, Ledger
 from megatron_paci.router_metrics import RouterMetrics
 from megatron_paci.schedule import StageSchedule
@@ -173,6 +174,9 @@ class MegatronStage:
         self.telemetry = (
             Telemetry(self._groups, self.config, self.engine, self.window) if telemetry else None
         )
+        is_logging = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        # Without other stages no gradient is late.
+        self.loss_warning = LossWarning() if is_logging and schedule.num_stages > 1 else None
         routers = RouterMetrics(self._groups, self.config) if has_routers else None
         self._passed_down = [each for each in (routers, self.telemetry) if each is not None]
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_paci.arguments import megatron_arguments, paci_arguments, selected_schedule
+from megatron_paci.delay import COMPARE, SAFE_DRIFT
 from megatron_paci.features import WORKS
 from megatron_paci.known_arguments import INDIFFERENT
 from megatron_paci.refused import PACI_RULES
@@ -150,21 +151,21 @@ def take_over(args: argparse.Namespace) -> None:
 
 
 def warn_of_delay(args: argparse.Namespace) -> None:
-    """Say once if gradients can be more than one optimizer step old, which may cost quality."""
+    """Say once if gradients can be older than is known to be safe, which may cost quality."""
     if not (accumulation := shortest_window(args)):
         return  # 1F1B all the time
     schedule = StageSchedule(
         0, args.pipeline_model_parallel_size, accumulation, args.paci_extra_in_flight,
         args.paci_defer_step,
     )
-    if schedule.drift_bound > 1 and int(os.environ.get("RANK", "0")) == 0:
+    if schedule.drift_bound > SAFE_DRIFT and int(os.environ.get("RANK", "0")) == 0:
         logger.warning(
             "stage 0 accumulates gradients that are up to %d optimizer steps old (%d stages, %d "
             "microbatches in flight, accumulation %d); what that costs depends on the optimizer: "
-            "compare with --pipeline-schedule 1f1b, or accumulate %d backwards or more, with more "
-            "microbatches per iteration if need be",
-            schedule.drift_bound, schedule.num_stages, schedule.depth, accumulation,
-            schedule.depth - 1 + schedule.defer_step,
+            "compare with 1F1B (%s), or accumulate %d backwards or more, with more microbatches "
+            "per iteration if need be",
+            schedule.drift_bound, schedule.num_stages, schedule.depth, accumulation, COMPARE,
+            -(-(schedule.depth - 1 + schedule.defer_step) // SAFE_DRIFT),
         )
 
 

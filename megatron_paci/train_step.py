@@ -58,9 +58,12 @@ def paci_train_step(
     # Freeing memory waits for the whole device, in the stream for messages of other stages, too.
     if args.empty_unused_memory_level >= 1 and not stage.engine.streaming:
         torch.cuda.empty_cache()
+    averages = average_losses(losses, stage.data_parallel_group) if stage.is_last_stage else {}
+    if averages and stage.loss_warning is not None:
+        stage.loss_warning.iteration(args.curr_iteration + 1, averages, stage.engine.schedule)
     totals = stage.window.ledger.newest
     return (
-        average_losses(losses, stage.data_parallel_group) if stage.is_last_stage else {},
+        averages,
         int(stage.has_skipped()),
         False,
         False,

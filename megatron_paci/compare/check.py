@@ -12,11 +12,13 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from typing import Any
 
 from megatron_paci.children import python_path
 from megatron_paci.compare.launch import failure
 from megatron_paci.compare.plan import Plan
+from megatron_paci.compare.short import TAKEN_OUT, iterations_done
 
 SECONDS = 300
 
@@ -34,6 +36,7 @@ def problems(plan: Plan) -> dict[str, list[str]]:
         "device": plan.device,
         "script": plan.script,
         "runs": {run.name: [*plan.arguments, *run.added] for run in plan.runs},
+        "short": plan.short and {"done": plan.short.done, "last": plan.short.last},
     }
     environment = os.environ | {
         "WORLD_SIZE": str(plan.num_ranks), "RANK": "0", "PYTHONPATH": python_path(),
@@ -50,8 +53,14 @@ def problems(plan: Plan) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _judge(arguments: list[str], script: str) -> list[str]:
-    """Return the problems of one command line; the plugin is installed."""
+def _judge(
+    arguments: list[str], script: str, short: dict[str, int] | None = None
+) -> list[str]:
+    """Return the problems of one command line; the plugin is installed.
+
+    Args:
+        short: Iterations ``done`` before a short run, and the ``last`` one of it.
+    """
     from megatron.training.arguments import parse_args
 
     from megatron_paci.compatibility import violations
@@ -79,6 +88,34 @@ def _judge(arguments: list[str], script: str) -> list[str]:
             f"stages), and an iteration has {' or '.join(map(str, sorted(set(counts))))}. Remedy: "
             "change --global-batch-size, or drop interleaved from --schedules."
         )
+    return found + (_short_problems(args, **short) if short else [])
+
+
+def _short_problems(args: Namespace, *, done: int, last: int) -> list[str]:
+    """Return why a run cannot be one from iteration ``done`` to ``last`` that saves nothing."""
+    found = []
+    total = args.train_iters
+    if total is None and args.train_samples and args.global_batch_size:
+        total = args.train_samples // args.global_batch_size
+    if total is not None and last > total:
+        after = f" after the checkpoint's {done}" if done else ""
+        found.append(
+            f"{last - done} iterations{after} go beyond the {total} of the training. Remedy: "
+            "compare --iterations, or a longer training, to which the learning rate is fitted."
+        )
+    try:
+        begins = iterations_done(
+            load=args.load, step=args.ckpt_step, pretrained=args.pretrained_checkpoint,
+            override=getattr(args, "override_ckpt_iteration", None), finetune=args.finetune,
+        )
+    except ValueError as error:
+        return [*found, f"{error}."]
+    if (begins, args.exit_interval, args.save) != (done, last, None):
+        found.append(
+            f"it would begin after iteration {begins} and not {done}, end after "
+            f"{args.exit_interval} and not {last}, or save to {args.save}. Remedy: none of --load, "
+            f"{', '.join(TAKEN_OUT)} in --only-for."
+        )
     return found
 
 
@@ -102,7 +139,7 @@ def main() -> None:
                     arguments = arguments + cpu_flags(arguments)
                 except ValueError as error:
                     own = [str(error)]
-            answer[name] = own + _judge(arguments, request["script"])
+            answer[name] = own + _judge(arguments, request["script"], request["short"])
     sys.stdout.write(json.dumps(answer) + "\n")
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_paci.compare.check import problems
+from megatron_paci.compare.gap import LEAST_ITERATIONS
 from megatron_paci.compare.plan import SCHEDULES, Plan, PlanError, make_plan
 from megatron_paci.compare.report import collect, write_report
 from megatron_paci.compare.runs import do_runs
+from megatron_paci.compare.short import ITERATIONS, PAIR, make_short
 from megatron_paci.simulate.reading import Reader
 from megatron_paci.terminal import FAILURE, INTERRUPTED, USAGE_ERROR, say, say_error
 
@@ -34,7 +36,17 @@ def add_compare_command(commands: Any) -> None:
     parser.add_argument("--output", metavar="DIR", required=True, help="folder of the comparison")
     parser.add_argument("--nproc", metavar="N", help="processes, in all (default: 1)")
     parser.add_argument(
-        "--schedules", metavar="NAME[,NAME...]", default=",".join(SCHEDULES),
+        "--short", action="store_true",
+        help="tell in one line whether the loss curves of 1F1B and PACI part: a few hundred "
+        "iterations of each, from the checkpoint of the script's --load if it has one, without "
+        "traces or saving, and a paired test",
+    )
+    parser.add_argument("--iterations", metavar="N", help="with --short: iterations of each run "
+                        f"(default: {ITERATIONS})")
+    parser.add_argument("--seeds", metavar="K", help="with --short: repeat it with K seeds, and "
+                        "test over these (default: 1)")
+    parser.add_argument(
+        "--schedules", metavar="NAME[,NAME...]",
         help=f"schedules to compare (default: {','.join(SCHEDULES)})",
     )
     parser.add_argument(
@@ -95,10 +107,12 @@ def run_compare(options: argparse.Namespace, argv: list[str]) -> int:
             say_error(line)
         return USAGE_ERROR
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: take the ranks along
+    what = "Pipeline schedules" if plan.short is None else "Loss curves"
     return compare(
-        plan, output, title=f"Pipeline schedules compared: {Path(plan.script).name}",
+        plan, output, title=f"{what} compared: {Path(plan.script).name}",
         run=not options.report_only, again=options.again,
-        virtual=plan.device == "cpu" and not (options.no_virtual or options.report_only),
+        virtual=plan.device == "cpu" and plan.short is None
+        and not (options.no_virtual or options.report_only),
         notes={"compared by": shlex.join(["python", "-m", "megatron_paci", *argv])},
     )
 
@@ -174,7 +188,19 @@ def _plan(options: argparse.Namespace, output: Path) -> Plan:
     num_ranks = read.whole("nproc", options.nproc, 1)
     accum = read.wholes("accum", options.accum, [])
     chunks = read.whole("chunks", options.chunks, 2, least=2)
-    schedules = [name.strip() for name in options.schedules.split(",")]
+    if options.schedules is None:
+        schedules = list(PAIR if options.short else SCHEDULES)
+    else:
+        schedules = [name.strip() for name in options.schedules.split(",")]
+    iterations = read.whole("iterations", options.iterations, ITERATIONS,
+                            least=LEAST_ITERATIONS)
+    num_seeds = read.whole("seeds", options.seeds, 1)
+    if options.short and sorted(schedules) != sorted(PAIR):
+        read.refuse("schedules", options.schedules, "--short compares PACI with 1F1B, of which "
+                    "other schedules with synchronous updates differ by rounding alone; drop it")
+    for flag in ("iterations", "seeds"):
+        if (text := getattr(options, flag)) is not None and not options.short:
+            read.refuse(flag, text, "goes with --short alone")
     if options.accum is not None and "paci" not in schedules:
         read.refuse("accum", options.accum, "paci is not among --schedules; drop it")
     only_for: dict[str, list[str]] = {}
@@ -185,12 +211,19 @@ def _plan(options: argparse.Namespace, output: Path) -> Plan:
         launcher = shlex.split(options.launcher or "")
     except ValueError as error:
         read.problems.append(f"--only-for, --launcher: {str(error).lower()}; check the quotes")
+    short, arguments = None, options.arguments
+    if options.short:
+        try:
+            short, arguments = make_short(
+                arguments, iterations=iterations, num_seeds=num_seeds)
+        except (ValueError, OSError) as error:
+            read.problems.append(str(error))
     if read.problems:
         raise PlanError("\n".join(read.problems))
     return make_plan(
-        options.script, options.arguments, output=output, num_ranks=num_ranks,
+        options.script, arguments, output=output, num_ranks=num_ranks,
         device=options.device, schedules=schedules, accum=accum, chunks=chunks, only_for=only_for,
-        launcher=launcher, trace=not options.no_trace,
+        launcher=launcher, trace=not (options.no_trace or options.short), short=short,
     )
 
 

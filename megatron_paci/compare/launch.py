@@ -27,6 +27,8 @@ def train(
     *,
     label: str,
     log: Path,
+    done: int = 0,
+    iterations: int | None = None,
     runs_after: int = 0,
     stall_seconds: float | None = None,
 ) -> None:
@@ -36,6 +38,8 @@ def train(
         command: What to start.
         label: Of the bar.
         log: File for everything that it prints.
+        done: Iterations that were done before, as the log counts.
+        iterations: How many it does; None for what the log says.
         runs_after: Runs that follow this one; the bar tells the time left for all, taking them to
             last as long.
         stall_seconds: End a run that prints nothing for so long; None for never.
@@ -63,7 +67,8 @@ def train(
                 if text:
                     heard = time.monotonic()
                 *whole, rest = (rest + text).split("\n")
-                for iteration, total, loss in filter(None, map(progress, whole)):
+                for number, last, loss in filter(None, map(progress, whole)):
+                    iteration, total = number - done, iterations or last - done
                     if not bar.n:
                         # The time left follows from iterations, not from start-up.
                         bar.reset(total=total)

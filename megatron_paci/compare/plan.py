@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_paci.compare.short import Short
 from megatron_paci.simulate.schedules import LABELS
 from megatron_paci.version import versions
 
@@ -71,6 +72,8 @@ class Plan:
     num_ranks: int
     device: str
     runs: list[Run] = field(default_factory=list)
+    short: Short | None = None
+    """What is done if it is about loss curves alone."""
 
     def identity(self, run: Run) -> dict[str, Any]:
         """Return what makes a run the same one: command, script and versions."""
@@ -97,7 +100,8 @@ class Plan:
                 Run(**{**run, "folder": str(path.parent / RUNS / run["name"])})
                 for run in found["runs"]
             ]
-            return cls(**{**found, "runs": runs})
+            short = Short(**found["short"]) if found.get("short") else None
+            return cls(**{**found, "runs": runs, "short": short})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PlanError(
                 f"{path} is no plan of a comparison ({error}); give the folder of one, made with "
@@ -118,6 +122,7 @@ def make_plan(
     only_for: Mapping[str, Sequence[str]] | None = None,
     launcher: Sequence[str] | None = None,
     trace: bool = True,
+    short: Short | None = None,
 ) -> Plan:
     """Return the plan of a comparison.
 
@@ -129,6 +134,7 @@ def make_plan(
         launcher: What starts ``num_ranks`` processes of what follows it, ``-m megatron_paci run``;
             None for torchrun on this machine.
         trace: Whether runs are traced.
+        short: What a short comparison does; ``arguments`` are those made for it.
 
     Raises:
         PlanError: With every reason.
@@ -151,7 +157,11 @@ def make_plan(
     ]
     start = [*launcher, "-m", "megatron_paci", "run", *(["--device", "cpu"] * (device == "cpu"))]
     runs = []
-    for name, schedule, label, flags in _variants(schedules, accum, chunks):
+    variants = _variants(schedules, accum, chunks)
+    if short is not None:
+        variants = [_seeded(variant, seed, short.seeds[0])
+                    for seed in short.seeds for variant in variants]
+    for name, schedule, label, flags in variants:
         flags += (only_for or {}).get(schedule, [])
         folder = output / RUNS / name
         flags += own_folders(arguments, folder)
@@ -160,12 +170,22 @@ def make_plan(
         command = [*start, script, *arguments, *flags, *kept]
         runs.append(Run(name, schedule, label, flags, command, str(folder)))
     return Plan(script=script, arguments=list(arguments), num_ranks=num_ranks, device=device,
-                runs=runs)
+                runs=runs, short=short)
 
 
-def _variants(
-    schedules: Sequence[str], accum: Sequence[int], chunks: int
-) -> list[tuple[str, str, str, list[str]]]:
+Variant = tuple[str, str, str, list[str]]
+"""Name, schedule, label and flags of a run."""
+
+
+def _seeded(variant: Variant, seed: int, own: int) -> Variant:
+    """Return a variant with a seed; with the script's own one it stays the same run."""
+    name, schedule, label, flags = variant
+    if seed == own:
+        return name, schedule, label, [*flags]
+    return f"{name}-seed{seed}", schedule, f"{label}, seed {seed}", [*flags, "--seed", str(seed)]
+
+
+def _variants(schedules: Sequence[str], accum: Sequence[int], chunks: int) -> list[Variant]:
     """Return (name, schedule, label, flags) of each run."""
     found = []
     for schedule in dict.fromkeys(schedules):

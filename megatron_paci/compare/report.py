@@ -17,6 +17,7 @@ from megatron_paci.compare.plan import SCHEDULES, Plan, Run
 from megatron_paci.compare.predict import predicted_seconds
 from megatron_paci.compare.records import RecordError, read_records, run_figures, to_json
 from megatron_paci.compare.runs import read_state
+from megatron_paci.compare.short_verdict import short_verdict
 from megatron_paci.compare.traces import timeline_panel, trace_figures
 from megatron_paci.compare.verdict import verdict
 from megatron_paci.compare.virtual import measure_virtual, stored_virtual
@@ -54,7 +55,7 @@ def collect(plan: Plan, *, virtual: bool = False, notes: Mapping[str, Any] | Non
         "cores": len(os.sched_getaffinity(0)),
         "script": plan.script,
         "costs_from": reference and reference["label"],
-        "verdict": verdict(good),
+        "verdict": verdict(good) if plan.short is None else short_verdict(good, plan.short),
         "notes": dict(notes or {}),
         "runs": runs,
     }

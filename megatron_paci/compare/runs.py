@@ -44,7 +44,7 @@ def do_runs(
             say(f"{label}: done before, see {run.folder}")
             continue
         runs_after = len(open_runs) - open_runs.index(run) - 1
-        _do(run, plan.identity(run), label, runs_after, stall_seconds)
+        _do(run, plan, label, runs_after, stall_seconds)
 
 
 def is_done(run: Run, identity: dict[str, Any]) -> bool:
@@ -69,7 +69,7 @@ def read_state(run: Run) -> dict[str, Any]:
 
 
 def _do(
-    run: Run, identity: dict[str, Any], label: str, runs_after: int, stall_seconds: float | None
+    run: Run, plan: Plan, label: str, runs_after: int, stall_seconds: float | None
 ) -> None:
     # Nothing of an earlier run with this name may be taken for one of this.
     if run.path.exists():
@@ -82,13 +82,16 @@ def _do(
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
-        "identity": identity,
+        "identity": plan.identity(run),
     }
     _write(run, state)
     begin = time.monotonic()
+    short = plan.short
     try:
         train(
-            run.command, label=label, log=log, runs_after=runs_after, stall_seconds=stall_seconds
+            run.command, label=label, log=log, done=short.done if short else 0,
+            iterations=short.iterations if short else None, runs_after=runs_after,
+            stall_seconds=stall_seconds,
         )
         state["state"] = "done"
     except (RunError, OSError) as error:

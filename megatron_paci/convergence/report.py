@@ -14,21 +14,13 @@ from megatron_paci.convergence.experiments import EXPERIMENTS, Experiment
 from megatron_paci.convergence.figures import FIGURES
 from megatron_paci.convergence.results import Results, final, final_training
 from megatron_paci.convergence.settings import Settings
+from megatron_paci.convergence.watch import watch_rows
+from megatron_paci.student import interval
 
 TABLE = re.compile(
     r"(<!-- table: python docs/convergence\.py --report (\w+) -->\n)(.*?)(<!-- end of table -->\n)",
     re.DOTALL,
 )
-# 97.5th percentile of Student's t by degrees of freedom, for intervals over so many seeds less one.
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306,
-           9: 2.262}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95% interval (Student's t); NaN for one value."""
-    if len(values) < 2:
-        return mean(values), math.nan
-    return mean(values), STUDENT[len(values) - 1] * stdev(values) / math.sqrt(len(values))
 
 
 def table(experiment: Experiment, results: Results) -> str:
@@ -157,9 +149,18 @@ def made_with(results: Results) -> str:
     return _rows(("made with", "runs", "core hours"), rows) if rows else "No runs yet.\n"
 
 
+def watch_table(results: Results) -> str:
+    """Return how far the loss rose and fell in all runs, and what the runtime warning tells."""
+    head = ("runs that", "runs", "largest rise", "least fall", "told that it rises",
+            "told that it hardly falls")
+    rows = watch_rows(results)
+    return _rows(head, rows) if rows else "No runs yet.\n"
+
+
 def tables(results: Results) -> dict[str, str]:
     """Return all tables by name."""
-    found = {"settings": settings_table(), "made_with": made_with(results)}
+    found = {"settings": settings_table(), "made_with": made_with(results),
+             "watch": watch_table(results)}
     for name, experiment in EXPERIMENTS.items():
         found[name] = table(experiment, results)
         if name in FIGURES and any(results.of(experiment, label) for label in experiment.runs):

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.gloo.counted_gpt import MESSAGE
-from tests.gloo.launch import flags, launch
+from tests.gloo.launch import flags, launch, shared_ranks
+from tests.gloo.observed import output
 from tests.gloo.scenarios import TIED
 
 # One layer per stage, and large messages; see MESSAGE in counted_gpt.py.
@@ -31,6 +32,13 @@ LONG = {
     "drained": ((100, 300), "--eval-interval 10 --eval-iters 1"),
     "leaking": ((50, 100), "--eval-iters 0 --leak"),
 }
+# The learning rate rises to a hundred times what suits it.
+RISING = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 4 "
+    "--max-position-embeddings 16 --global-batch-size 4 --vocab-size 127 --train-iters 80 --lr 1 "
+    "--lr-warmup-fraction 0.9 --eval-iters 0 --pipeline-schedule paci --paci-accum 1"
+)
+WARNED = ("the loss has risen: its mean over", "the loss hardly falls: its mean over")
 EXACT = ("storage", "handles", "threads", "groups", "stages", "held")
 SEED = (
     "--attention-dropout 0.1 --hidden-dropout 0.1 --clip-grad 0.3 --seed 7 "
@@ -77,7 +85,12 @@ def counted(folder):
                 TIED,
             ),
         }
+    scenarios["rising"] = {"arguments": flags(2, RISING, TIED)}
     launch(2, scenarios, folder / "counted", seconds=300)
+    for name in scenarios:
+        for rank in (0, 1):
+            text = output(shared_ranks().folder, rank, name)
+            (folder / f"{name}.rank{rank}.log").write_text(text)
     return {
         name: [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in (0, 1)]
         for name in LONG
@@ -135,6 +148,18 @@ def test_the_record_grows_by_one_entry_per_iteration(counted, folder):
             assert entry["record._meter._kept"] == 0
         size = (folder / "record" / f"rank{rank}.json").stat().st_size
         assert size < 310 * 150
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_loss_that_rises_is_told_once_by_the_rank_that_logs(folder):
+    """And none of the runs that learn, for 300 iterations, says such a thing."""
+    texts = {(name, rank): (folder / f"{name}.rank{rank}.log").read_text()
+             for name in (*LONG, "rising") for rank in (0, 1)}
+    warned = {place: [text.count(words) for words in WARNED] for place, text in texts.items()}
+    assert warned.pop(("rising", 1)) == [1, 0]
+    assert set(map(tuple, warned.values())) == {(0, 0)}
+    text = (folder / "rising.rank1.log").read_text()
+    assert "up to 1 optimizer steps late (--paci-accum 1)" in text and "compare --short" in text
 
 
 @pytest.mark.parametrize("key", ["storage", "handles", "held", "resident"])

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo.observed import PACI, Launches
+from megatron_paci.compare.plan import make_plan
+from megatron_paci.compare.records import read_records, run_figures
+from megatron_paci.compare.short import make_short
+from tests.gloo.launch import flags
+from tests.gloo.observed import PACI, SCRIPT, Launches
 from tests.gloo.scenarios import OVERLAPS, TIED
+from tests.gloo.torchrun import ROOT
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
@@ -75,6 +80,20 @@ def add_variants(launches: Launches, variants: dict) -> None:
             launches.add(f"{name}-resumed", resumed, TIED, stages=2)
 
 
+def add_short_comparison(launches: Launches, parts: Path) -> None:
+    """Add the runs of ``compare --short`` from iteration 10 on, as its plan has them."""
+    (parts / "latest_checkpointed_iteration.txt").write_text("10")  # as it will be by then
+    stock = SMALL.replace(f"{PACI} 4", "")
+    given = flags(2, f"{stock} --load {parts} --save {launches.folder / 'short-saved'}", TIED)
+    short, arguments = make_short(given, iterations=4)
+    plan = make_plan(str(ROOT / SCRIPT), arguments, output=launches.folder / "short", num_ranks=2,
+                     device="cpu", schedules=["1f1b", "paci"], accum=[4], trace=False, short=short)
+    for run in plan.runs:
+        words = run.command[run.command.index(plan.script) + 1:]
+        launches.add(f"short-{run.schedule}", " ".join(words), "")
+    launches.add("short-stock", f"{stock} --load {parts}", TIED)
+
+
 def leave_interrupted_save(folder: Path) -> None:
     """Put there what a save that did not come to its end may have left."""
     folder.mkdir(parents=True)
@@ -93,6 +112,7 @@ def two(tmp_path_factory):
     add_variants(launches, TWO)
     parts = folder / "tied-parts"
     leave_interrupted_save(parts / "iter_0000016")
+    add_short_comparison(launches, parts)
     add("other-interval", f"--load {parts} --save {folder / 'other'} --save-interval 4")
     add("second", f"--load {parts} --save {parts} --exit-interval 16")
     add("third", f"--load {parts} --save {folder / 'third'}")
@@ -191,6 +211,22 @@ def test_a_run_goes_on_after_a_window_that_was_skipped_right_before_the_checkpoi
     ]
     assert stopped[1]["step_skipped"][-1] == 1  # the first stage skips it while it drains
     assert whole[0]["weights"] != runs["tied-whole"][0]["weights"]
+
+
+def test_a_short_comparison_goes_on_as_the_run_itself_would(two):
+    """The same weights, moments, learning rate and samples, to the last bit; nothing is saved."""
+    runs, folder = two
+    records = {name: run_figures(read_records(folder / "short/runs" / name / "record"))
+               for name in ("1f1b", "paci-a4")}
+    for name, whole in (("1f1b", runs["short-stock"][1]["iteration_losses"]),
+                        ("paci-a4", runs["tied-whole"][1]["iteration_losses"][10:])):
+        assert records[name]["loss"] == [entry["lm loss"] for entry in whole[:4]]
+        assert len(whole) == 10
+    for schedule in ("1f1b", "paci"):
+        assert runs[f"short-{schedule}"][0]["samples"] == list(range(80, 112))
+    assert records["1f1b"]["loss"] != records["paci-a4"]["loss"]
+    assert records["paci-a4"]["drift_max"] == [1, 0]
+    assert not (folder / "short-saved").exists() and not list((folder / "short").rglob("*save*"))
 
 
 def test_ending_by_time_saves_where_it_drains_and_goes_on_from_there(two):

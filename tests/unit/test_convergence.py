@@ -16,7 +16,7 @@ from megatron_paci.convergence.clock import best_flush, first_below, times
 from megatron_paci.convergence.command import Folders, missing
 from megatron_paci.convergence.data import Text, microbatches, shuffled
 from megatron_paci.convergence.experiments import EXPERIMENTS, Experiment, flush, paci
-from megatron_paci.convergence.report import interval, renewed, table, time_table
+from megatron_paci.convergence.report import interval, renewed, table, time_table, watch_table
 from megatron_paci.convergence.results import Results
 from megatron_paci.convergence.settings import Settings
 from megatron_paci.simulate.schedules import plan
@@ -198,6 +198,25 @@ def test_the_table_of_times_compares_with_the_best_1f1b(tmp_path):
     lines = time_table(Experiment("time", "?", runs, {}, seeds=1), results).splitlines()
     # Drained after every iteration: as fast as 1F1B with microbatches of the same size.
     assert "| a=16 | 100% |" in lines[2] and lines[2].split(" | ")[3] == "1.00, m=16"
+
+
+def test_what_the_warning_would_have_said_of_the_runs(tmp_path):
+    """A loss of 6 that is then at 3 and falls to half, stays there, or rises."""
+    rate, results = EXPERIMENTS["rate"], Results(tmp_path)
+    labels = list(rate.runs)[:3]  # compared with the first one
+    halves = {"falls": 1.5, "stays": 3.0, "rises": 3.5, "diverges": 20.0}
+    for label, (name, last) in zip(labels * 2, halves.items()):
+        # 300 iterations, stored in pairs. From 75 to 150 none falls, which is told of all.
+        losses = [6.0] + [3.0] * 74 + [last] * 75
+        seed = 1 if name in ("falls", "stays", "rises") else 2
+        write(results, replace(rate.runs[label], seed=seed), [[300, last]], losses=losses,
+              iterations_per_loss=2, diverged=300 if name == "diverges" else None)
+    assert watch_table(results).splitlines()[2:] == [
+        "| end less than 0.5 nats behind 1F1B | 1 | 0.0% | 0.0% | 0 of 1 | 1 of 1 |",
+        "| end farther behind | 2 | 16.7% | -16.7% | 1 of 2 | 2 of 2 |",
+        "| diverge | 1 | 566.7% | -566.7% | 1 of 1 | 1 of 1 |",
+    ]
+    assert watch_table(Results(tmp_path / "none")) == "No runs yet.\n"
 
 
 @pytest.fixture(scope="module")
