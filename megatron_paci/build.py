@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_paci.activity import Activity
 from megatron_paci.channel import PipelineChannel
 from megatron_paci.compute import MegatronCompute
 from megatron_paci.engine import Engine
@@ -35,15 +35,12 @@ from megatron_paci.telemetry import Telemetry
 from megatron_paci.tied import TiedEmbedding, has_unused_output_weight, tied_parameter
 from megatron_paci.window import MegatronWindow
 
-logger = logging.getLogger(__name__)
-
-NOTE = "megatron_paci"
-
 
 class MegatronStage:
     """One pipeline stage of a Megatron job under PACI: the engine and all it was built from.
 
     Attributes:
+        activity: What the rank is doing, for messages and the watchdog.
         suspended: Whether Megatron trains by itself for now, see ``suspend``.
     """
 
@@ -92,17 +89,10 @@ class MegatronStage:
         self.config = schedules.get_model_config(self.model)
         self._message_shape: tuple[int, ...] = ()
         self._num_microbatches: int | None = None
-        self._doing = "between iterations"
-        self._iterations = 0
-        self._beats = 0
         self._skipped_before = 0
         self.suspended = False
         self._collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pipeline = self._collection.pp
-        ranks = torch.distributed.get_process_group_ranks(pipeline)
-        self._place = (
-            f"rank {torch.distributed.get_rank()} (pipeline of ranks {' '.join(map(str, ranks))})"
-        )
         schedule = StageSchedule(
             pipeline.rank(), pipeline.size(), accumulation, extra_in_flight, defer_step
         )
@@ -171,6 +161,7 @@ class MegatronStage:
         self.engine = Engine(
             schedule, compute=self.compute, channel=channel, window=self.window
         )
+        self.activity = Activity(pipeline, self.engine)
         self.telemetry = (
             Telemetry(self._groups, self.config, self.engine, self.window) if telemetry else None
         )
@@ -223,8 +214,8 @@ class MegatronStage:
             cp_group=self._collection.cp,
         )[0]
         self.compute.bind(forward_step_func, data_iterator, self.engine.schedule.accumulation)
-        self._iterations += 1
-        with self.doing("training"):
+        self.activity.beat(iterations=1)
+        with self.activity.doing("training"):
             self.engine.run(num_microbatches)
             for each in self._passed_down:
                 each.end_run()
@@ -242,7 +233,7 @@ class MegatronStage:
     def drain(self) -> None:
         """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""
         if self.engine.streaming:
-            with self.doing("draining the pipeline"):
+            with self.activity.doing("draining the pipeline"):
                 self.engine.drain()
                 for each in self._passed_down:
                     each.end_drain()
@@ -272,55 +263,11 @@ class MegatronStage:
     def checkpoint(self) -> Iterator[None]:
         """Drain; while it lasts every optimizer state that Megatron stores is there."""
         self.drain()
-        with self.doing("saving a checkpoint"):
+        with self.activity.doing("saving a checkpoint"):
             self.lend_tied_state()
             yield
             if self._tied is not None and not self.suspended:
                 self._tied.drop_state()
-
-    @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Name what happens meanwhile in ``describe``.
-
-        Raises:
-            BaseException: Whatever was raised meanwhile, with a note that holds the description.
-        """
-        before, self._doing = self._doing, what
-        self.beat()
-        try:
-            yield
-        except BaseException as error:
-            if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
-                description = self.describe()
-                error.add_note(f"{NOTE}: {description}")
-                if isinstance(error, (Exception, KeyboardInterrupt)):  # no ordered end
-                    # At once: a launcher may end this process before the traceback is printed.
-                    logger.error("%s: %s; %s", type(error).__name__, error, description)
-            raise
-        finally:
-            self._doing = before
-            self.beat()
-
-    def beat(self, *, iterations: int = 0) -> None:
-        """Say that something outside of the schedule's actions is being done.
-
-        Args:
-            iterations: How many iterations of training that is.
-        """
-        self._beats += 1
-        self._iterations += iterations
-
-    def progress(self) -> tuple[int, ...]:
-        """Return what is another tuple whenever something has been done."""
-        engine = self.engine
-        return engine.num_forwards, engine.num_backwards, engine.version, self._beats
-
-    def describe(self) -> str:
-        """Return one paragraph that says what this rank is doing; any thread may ask."""
-        return (
-            f"{self._place}, iteration {self._iterations} since the start, {self._doing}; "
-            f"{self.engine.describe()}"
-        )
 
     def lend_tied_state(self) -> None:
         """Complete the optimizer state, after a drain; all ranks of the job have to do so."""

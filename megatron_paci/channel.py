@@ -26,7 +26,7 @@ from megatron_paci.schedule import StageSchedule
 
 
 class PipelineChannel:
-    """Both directions to both neighbours; implements ``engine.Channel``."""
+    """Both directions to both neighbours; implements ``protocols.Channel``."""
 
     def __init__(
         self, groups: StageGroups, config: Any, *, shape: Callable[[], tuple[int, ...]]

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 
 class MegatronCompute:
-    """Runs passes of one model chunk; implements ``engine.Compute``.
+    """Runs passes of one model chunk; implements ``protocols.Compute``.
 
     The forward-step function and the data iterator come with every call of Megatron's training
     loop and are bound anew then.

@@ -59,7 +59,7 @@ def forward_backward_pipelining_paci(
     if forward_only or (stage is not None and stage.suspended):
         if stage is not None:
             stage.drain()
-            stage.beat(iterations=not forward_only)
+            stage.activity.beat(iterations=not forward_only)
         return _megatron_schedule(model, pg_collection)(
             forward_step_func=forward_step_func,
             data_iterator=data_iterator,

@@ -111,8 +111,8 @@ def _train(original, *args, **kwargs):
         )
         install_stage(stage)
         watchdog = Watchdog(
-            stage.describe,
-            stage.progress,
+            stage.activity.describe,
+            stage.activity.progress,
             stall_seconds=arguments.paci_stall_seconds
             or 60 * LAST_WORDS * arguments.distributed_timeout_minutes,
         )
@@ -151,7 +151,7 @@ def _train_step(original, *args, **kwargs):
         step = original
     elif _accumulation() == SYNC:
         stage.suspend()
-        step = stage.doing("training by Megatron's own 1F1B")(original)
+        step = stage.activity.doing("training by Megatron's own 1F1B")(original)
     else:
         stage.resume()
         step = paci_train_step
@@ -189,7 +189,7 @@ def _save_checkpoint_and_time(original, *args, **kwargs):
 
 def _doing(what):
     stage = installed_stage()
-    return nullcontext() if stage is None else stage.doing(what)
+    return nullcontext() if stage is None else stage.activity.doing(what)
 
 
 def _span(kind):

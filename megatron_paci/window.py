@@ -32,7 +32,7 @@ class NonFiniteGradient(RuntimeError):
 
 
 class MegatronWindow:
-    """Updates the weights of one model chunk; implements ``engine.Window``.
+    """Updates the weights of one model chunk; implements ``protocols.Window``.
 
     Attributes:
         ledger: What this stage knows of the gradients of all stages.

@@ -23,7 +23,7 @@ class Queues:
 
 
 class LocalChannel:
-    """The links of a stage to its neighbours in the same process; implements ``engine.Channel``."""
+    """The links of a stage to neighbours in the same process; implements ``protocols.Channel``."""
 
     def __init__(self, previous: Queues | None, following: Queues | None):
         """Take the links to both neighbours; the outer ends of the pipeline have None."""

@@ -136,7 +136,7 @@ def faulty_forward_step(data_iterator, model):
 
 
 def faulty_backward(*args):
-    if "draining the pipeline" in installed_stage().describe():
+    if "draining the pipeline" in installed_stage().activity.describe():
         PLAN.reached("drained")
     return backward(*args)
 

@@ -47,7 +47,7 @@ def watch(seconds: float) -> threading.Timer:
         stage = installed_stage()
         faulthandler.dump_traceback(file=sys.stdout, all_threads=True)
         print(f"rank {RANK}: no end after {seconds} s;",
-              stage.describe() if stage else "no PACI stage is installed", flush=True)
+              stage.activity.describe() if stage else "no PACI stage is installed", flush=True)
         os._exit(70)
 
     timer = threading.Timer(seconds, expire)
