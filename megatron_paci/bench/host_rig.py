@@ -67,6 +67,9 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Do nothing."""
 
+    def step(self) -> None:
+        """Do nothing."""
+
 
 class HostRig:
     """A stage that can run iterations under either schedule; close it at the end.

@@ -56,8 +56,9 @@ def test_memory_is_freed_only_when_the_stream_is_drained(monkeypatch):
         has_skipped=lambda: False,
     )
     arguments = SimpleNamespace(
-        paci_accum=1, seq_length=1, micro_batch_size=1, decoder_seq_length=None,
-        empty_unused_memory_level=1, log_num_zeros_in_grad=False,
+        paci_accum=1, paci_accum_schedule=None, consumed_train_samples=0, seq_length=1,
+        micro_batch_size=1, decoder_seq_length=None, empty_unused_memory_level=1,
+        log_num_zeros_in_grad=False,
     )
     monkeypatch.setattr(train_step, "get_args", lambda: arguments)
     monkeypatch.setattr(train_step, "installed_stage", lambda: stage)
