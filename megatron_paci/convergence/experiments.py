@@ -16,7 +16,8 @@ RATES = {
 }
 """Learning rates by optimizer and accumulation, for the experiments that do not vary them: the best
 in ``rate`` and ``muon``, and for accumulations that are not there that of the next smaller one."""
-MUON = {"optimizer": "muon"}
+MUON = {"optimizer": "muon", "beta1": 0.8}
+"""Muon with the best momentum in ``muon_momentum``."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +174,22 @@ def discount() -> dict[str, Settings]:
     return runs
 
 
+def muon_momentum() -> dict[str, Settings]:
+    """Muon with several momenta."""
+    runs = {}
+    for beta in (0.6, 0.8, 0.9, 0.95):
+        changes = {"optimizer": "muon", "beta1": beta}
+        runs |= {f"{beta:g}, 1F1B": flush(**changes), f"{beta:g}, a=8": paci(8, **changes),
+                 f"{beta:g}, a=16": paci(16, **changes)}
+    return runs
+
+
 def recipe() -> dict[str, Settings]:
     """Muon, and a synchronous start besides."""
     runs = {"1F1B, Muon": flush(**MUON), "1F1B, AdamW": flush()}
     for a in (4, 8, 16):
-        runs[f"a={a}, Muon"] = paci(a, **MUON)
-        runs |= {f"a={a}, Muon, 1F1B for {n}": paci(a, start=n, **MUON) for n in (18, 36)}
+        runs |= {f"a={a}, Muon": paci(a, **MUON),
+                 f"a={a}, Muon, 1F1B for 36": paci(a, start=36, **MUON)}
     return runs
 
 
@@ -188,7 +199,7 @@ LONG = {"iterations": 1500, "warmup": 75, "validations": 20}
 def time_to_loss() -> dict[str, Settings]:
     """Longer runs with Muon, for the time to a validation loss."""
     return {"1F1B, Muon": flush(**MUON, **LONG)} | {
-        f"a={a}, Muon, 1F1B for 75": paci(a, start=75, **MUON, **LONG) for a in (8, 16)
+        f"a={a}, Muon": paci(a, **MUON, **LONG) for a in (8, 16)
     }
 
 
@@ -229,6 +240,7 @@ _TABLE: tuple[tuple[str, str, Callable, Callable], ...] = (
     ("recomputation", "Does recomputing with newer weights matter?", recomputation, _to_first),
     ("muon", "And with Muon?",
      lambda: rates("muon", (2e-3, 4e-3, 8e-3)), _every_third),
+    ("muon_momentum", "Which momentum does Muon want?", muon_momentum, _every_third),
     ("sgd", "And with SGD with momentum?",
      lambda: rates("sgd", (0.05, 0.1, 0.2)), _every_third),
     ("depth", "How does the number of stages count?", depth, _every_second),

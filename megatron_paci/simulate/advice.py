@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_paci.delay import SAFE_DRIFT
 from megatron_paci.schedule import StageSchedule
 from megatron_paci.simulate.figures import Figures, Memory, measure
 from megatron_paci.simulate.models import Model, balanced, stage_costs, static_bytes
@@ -154,7 +155,7 @@ def choose(
     ]
     if not fitting:
         return None
-    bound = max(1, min(entry.drift_bound for entry in fitting))
+    bound = max(SAFE_DRIFT, min(entry.drift_bound for entry in fitting))
     stable = [entry for entry in fitting if entry.drift_bound <= bound]
     if not measured_speeds:
         return max(stable, key=lambda entry: entry.microbatch_size)
@@ -169,7 +170,7 @@ def warnings(job: Job, chosen: Candidate) -> list[str]:
     """Return what speaks against the choice, or against PACI."""
     n, m = job.stages, chosen.microbatches
     found = []
-    if chosen.drift_bound > 1:
+    if chosen.drift_bound > SAFE_DRIFT:
         found.append(
             f"Delta_max is {chosen.drift_bound}: a backward may meet weights that are so many "
             f"updates newer. Smaller microbatches or fewer stages, so that a >= {n - 1}, make it 1."
