@@ -248,7 +248,6 @@ class MegatronStage:
             self.drain()
             self.lend_tied_state()
             self._statistics.undo()
-            self.window.ledger.newest = None  # Megatron's steps are not in it
             self.suspended = True
 
     def resume(self) -> None:

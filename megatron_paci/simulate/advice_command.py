@@ -10,6 +10,7 @@ from typing import Any
 from megatron_paci.simulate.advice import Candidate, Job, candidate, choose, warnings
 from megatron_paci.simulate.figures import MOST_PASSES
 from megatron_paci.simulate.latency import MoreInFlight, latency_lines, more_in_flight
+from megatron_paci.simulate.learning import learning_lines
 from megatron_paci.simulate.models import MODELS, Model
 from megatron_paci.simulate.reading import Reader
 from megatron_paci.simulate.text import number, table
@@ -254,7 +255,8 @@ def _text(
         lines.append(f"No size fits into {number(limit)} GB. Take smaller microbatches, more "
                      "stages, recomputation, tensor parallelism or --distributed-optimizer.")
     else:
-        lines += _recommendation(job, chosen) + latency_lines(job, chosen, offers)
+        lines += _recommendation(job, chosen) + learning_lines(job, chosen)
+        lines += latency_lines(job, chosen, offers)
     lines += [f"Warning: {note}" for note in notes]
     lines.append(ASSUMPTIONS.format(
         speeds="The given relative speeds hold for forwards and backwards alike." if measured else

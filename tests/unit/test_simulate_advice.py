@@ -9,6 +9,7 @@ import pytest
 from megatron_paci.__main__ import main
 from megatron_paci.simulate.advice import Job, candidate, choose, warnings
 from megatron_paci.simulate.latency import latency_lines, more_in_flight
+from megatron_paci.simulate.learning import gain_with_start
 from megatron_paci.simulate.models import MODELS, Model, balanced, stage_costs, static_bytes
 
 GPT = MODELS["gpt2-medium"]
@@ -226,3 +227,15 @@ def test_a_shape_can_be_given_or_changed(capsys):
     assert "0.354 billion weights" in shown  # learned positions are GPT-2's
     assert main([*line.split(), "--model", "gpt2-medium", "--sequence", "2048"]) == 0
     assert "2048 tokens per sample" in capsys.readouterr().out
+
+
+def test_the_advice_says_what_a_synchronous_start_costs(capsys):
+    line = "simulate --advise --model gpt2-medium --global-batch 128 --microbatch-size 16 --stages"
+    assert main([*line.split(), "8"]) == 0
+    output = capsys.readouterr().out
+    assert "sync:0,8:SAMPLES" in output and "mean drift counts, not its bound alone" in output
+    # Even stages: a tenth of the samples at the speed of 1F1B, the rest at 1.875 times that.
+    assert gain_with_start(1.875) == pytest.approx(1 / (0.1 + 0.9 / 1.875))
+    assert gain_with_start(1.875, part=1.0) == 1.0
+    assert main([*line.split(), "1"]) == 0
+    assert "synchronous start" not in capsys.readouterr().out
