@@ -104,13 +104,15 @@ def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Res
             for x, losses in points:
                 axes.plot([x] * len(losses), losses, "o", color=colour, markersize=5)
         axes.set_xscale("log", base=log_base)
+        values = sorted({x for points in groups.values() for x, _ in points})
+        axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.set_xlabel(name.replace("lr", "learning rate"), fontsize=12, color=INK)
 
     return draw_one
 
 
 def _schedule(settings: Settings) -> str:
-    return "1F1B" if settings.schedule == "sync" else f"PACI {settings.schedule}"
+    return "1F1B" if settings.schedule == "sync" else f"PACI a={settings.schedule}"
 
 
 FIGURES: dict[str, Callable[[Any, Experiment, Results], None]] = {
