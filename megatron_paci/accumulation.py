@@ -7,6 +7,7 @@ Megatron looks up the batch size, so every rank knows it and a resumed run goes 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ class Phase(NamedTuple):
     first_sample: int
 
 
+@functools.cache  # every iteration asks
 def parse_phases(text: str) -> tuple[Phase, ...]:
     """Return the phases of e.g. ``sync:0,4:20000``; ``4`` alone holds from the first sample on.
 

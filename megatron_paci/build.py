@@ -228,7 +228,9 @@ class MegatronStage:
 
     def set_accumulation(self, accumulation: int) -> None:
         """Change the window length, after a drain; without effect if it is the same."""
-        self.engine.set_accumulation(accumulation)
+        if accumulation != self.engine.schedule.accumulation:
+            self.drain()
+            self.engine.set_accumulation(accumulation)
 
     def drain(self) -> None:
         """Run the outstanding backwards and steps of the stage (``Engine.drain``)."""

@@ -58,8 +58,9 @@ def make_short(
     text = last_value(kept, "--seed") or str(DEFAULT_SEED)
     if not text.isdecimal():
         raise ValueError(f"--seed {text}: not a whole number")
+    load = last_value(kept, "--load")
     done = iterations_done(
-        load=last_value(kept, "--load"),
+        load=load,
         step=last_value(kept, "--ckpt-step"),
         override=last_value(kept, "--override-ckpt-iteration"),
         pretrained=last_value(kept, "--pretrained-checkpoint"),
@@ -67,9 +68,8 @@ def make_short(
     )
     seeds = [int(text) + number for number in range(num_seeds)]
     short = Short(iterations=iterations, done=done, seeds=seeds, taken_out=taken_out)
-    loads = "--load" in {word.split("=")[0] for word in kept}
     return short, [*kept, "--exit-interval", str(short.last),
-                   *["--exit-on-missing-checkpoint"] * loads]
+                   *["--exit-on-missing-checkpoint"] * (load is not None)]
 
 
 def iterations_done(
