@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 SYNC = 0
 """The accumulation of a synchronous phase: Megatron's own 1F1B."""
@@ -18,22 +19,16 @@ SYNC = 0
 _PHASE = re.compile(r"(sync|[1-9][0-9]*)(?::([0-9]+))?")
 
 
-class Phase(NamedTuple):
-    """What holds from a sample on."""
-
-    accumulation: int
-    """Backward passes per optimizer step; ``SYNC`` for 1F1B."""
-    first_sample: int
-
-
 @functools.cache  # every iteration asks
-def parse_phases(text: str) -> tuple[Phase, ...]:
-    """Return the phases of e.g. ``sync:0,4:20000``; ``4`` alone holds from the first sample on.
+def parse_phases(text: str) -> Mapping[int, int]:
+    """Return the accumulations of e.g. ``sync:0,4:20000`` by the sample from which on they hold.
+
+    ``4`` alone holds from sample 0 on; ``SYNC`` stands for 1F1B.
 
     Raises:
         ValueError: The message says what is wrong with which part.
     """
-    phases: list[Phase] = []
+    phases: dict[int, int] = {}
     for part in text.split(","):
         found = _PHASE.fullmatch(part.strip())
         if found is None:
@@ -44,15 +39,15 @@ def parse_phases(text: str) -> tuple[Phase, ...]:
         first = int(found[2] or 0)
         if not phases and first != 0:
             raise ValueError("nothing holds from sample 0 on")
-        if phases and first <= phases[-1].first_sample:
+        if first <= max(phases, default=-1):
             raise ValueError(f"{part.strip()!r} does not begin after the part before it")
-        phases.append(Phase(SYNC if found[1] == "sync" else int(found[1]), first))
-    return tuple(phases)
+        phases[first] = SYNC if found[1] == "sync" else int(found[1])
+    return MappingProxyType(phases)
 
 
-def phase_at(phases: Sequence[Phase], sample: int) -> Phase:
-    """Return the phase of an iteration that begins when ``sample`` samples are consumed."""
-    return [phase for phase in phases if phase.first_sample <= sample][-1]
+def value_at(values: Mapping[int, Any], sample: int) -> Any:
+    """Return what holds at ``sample`` of values that hold from samples on, one of them from 0."""
+    return values[max(first for first in values if first <= sample)]
 
 
 def accumulation_at(args: argparse.Namespace, sample: int, num_microbatches: int) -> int:
@@ -64,5 +59,5 @@ def accumulation_at(args: argparse.Namespace, sample: int, num_microbatches: int
         num_microbatches: Of the iteration; one window has as many without any flag.
     """
     if args.paci_accum_schedule is not None:
-        return phase_at(parse_phases(args.paci_accum_schedule), sample).accumulation
+        return value_at(parse_phases(args.paci_accum_schedule), sample)
     return args.paci_accum or num_microbatches

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_paci.exit_request import ExitRequest
+from megatron_paci.loss_scale import LossScale
 from megatron_paci.optimizers import optimizer_parts, take_back_steps
 from megatron_paci.report import Ledger, Report
 from megatron_paci.schedule import StageSchedule
@@ -77,6 +78,7 @@ class MegatronWindow:
         self._model = model
         self._optimizer = optimizer
         self._parts = optimizer_parts(optimizer)
+        self._loss_scale = LossScale(self._parts)
         self._scheduler = scheduler
         self._config = config
         self._pg_collection = pg_collection
@@ -101,7 +103,6 @@ class MegatronWindow:
         self.partial = 0
         self.clip_coefficient = 1.0
         self._steps_ahead = 0
-        self._overflows_heard = 0
 
     def begin_stream(self, schedule: StageSchedule) -> None:
         """Take the window length of the stream that begins."""
@@ -115,7 +116,7 @@ class MegatronWindow:
             self._model.zero_grad_buffer()
             self._optimizer.zero_grad()
             self._open = True
-            self._lower_loss_scale()
+            self._loss_scale.lower()
         if last and self._tied is not None:
             self._tied.expect_gradient()
         if last and not self._has_unused_weights:
@@ -147,7 +148,7 @@ class MegatronWindow:
                 self._take_num_tokens(self._accumulation) if later is None else later.num_tokens
             )
             self._scale_by_tokens(num_tokens)
-        loss_scale = self._fix_loss_scale(later)
+        loss_scale = self._loss_scale.fix(later)
         overflow = self._optimizer.prepare_grads()
         if self._tied is not None:
             self._tied.leave_to_owner()
@@ -231,24 +232,7 @@ class MegatronWindow:
         for stage in stages:
             self._exit_request.hear_wishes(stage["requests"])
         self._exit_request.decide()
-        self._lower_loss_scale()
-        self._share_scalers()
-
-    def _share_scalers(self) -> None:
-        """Give all stages the last one's loss scale, whichever of them a checkpoint stores."""
-        scalers = list(self._scalers())
-        if not scalers:
-            return
-        states: list[Any] = [None] * self._pipeline.size()
-        own = [scaler.state_dict() for scaler in scalers]
-        torch.distributed.all_gather_object(states, own, group=self._pipeline)
-        for scaler, state in zip(scalers, states[-1]):
-            scaler.load_state_dict(state)
-
-    def _scalers(self) -> Iterator[Any]:
-        for part in self._parts:
-            if getattr(part, "grad_scaler", None):
-                yield part.grad_scaler
+        self._loss_scale.settle(self._pipeline)
 
     @property
     def _forwards_gather(self) -> bool:
@@ -277,26 +261,6 @@ class MegatronWindow:
         torch.distributed.all_reduce(total, group=self._pg_collection.dp_cp)
         self._model.scale_gradients(1.0 / torch.clamp(total, min=1))
 
-    def _fix_loss_scale(self, later: Report | None) -> float:
-        """Make the unscaling use the scale of the window's loss, which the last stage has fixed.
-
-        That stage may have adapted its scale to other windows by the time a gradient comes here.
-        """
-        scale = 1.0 if later is None else later.loss_scale
-        for scaler in self._scalers():
-            if later is None:
-                scale = scaler.scale.item()
-            else:
-                scaler.scale.fill_(scale)
-        return scale
-
-    def _lower_loss_scale(self) -> None:
-        """Let scalers hear of overflows in earlier stages, between windows: each has one scale."""
-        for _ in range(self._overflows_heard):
-            for scaler in self._scalers():
-                scaler.update(True)
-        self._overflows_heard = 0
-
     def _allow_reduction(self) -> None:
         if self._no_sync is not None:
             self._no_sync.__exit__(None, None, None)
@@ -314,7 +278,7 @@ class MegatronWindow:
         """An overflow that began in an earlier stage's backward, after this stage had stepped."""
         self.partial += 1
         self._steps_ahead += 1
-        self._overflows_heard += 1
+        self._loss_scale.hear_overflow()
         logger.warning(
             "stage %d, window %d: partial update, %d earlier stages have left it out",
             self._stage, report.window, report.skipped,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from megatron_paci.accumulation import SYNC, parse_phases
+from megatron_paci.accumulation import SYNC, parse_phases, value_at
 from megatron_paci.arguments import is_whole
 
 
@@ -53,7 +51,7 @@ def accumulations(args: argparse.Namespace) -> dict[int, int | None]:
     if phases_fault(args):
         return {}
     if args.paci_accum_schedule is not None:
-        return {first: size for size, first in parse_phases(args.paci_accum_schedule)}
+        return dict(parse_phases(args.paci_accum_schedule))
     faulty = args.paci_accum is not None and not is_whole(args.paci_accum, at_least=1)
     return {} if faulty else {0: args.paci_accum}
 
@@ -66,7 +64,7 @@ def windows(args: argparse.Namespace) -> list[tuple[int, int, int]]:
     counts, sizes = microbatch_counts(args), accumulations(args)
     found = []
     for first in sorted(counts | sizes) if counts and sizes else ():
-        count, size = _at(counts, first), _at(sizes, first)
+        count, size = value_at(counts, first), value_at(sizes, first)
         if size != SYNC:
             found.append((first, count if size is None else size, count))
     return found
@@ -75,10 +73,6 @@ def windows(args: argparse.Namespace) -> list[tuple[int, int, int]]:
 def shortest_window(args: argparse.Namespace) -> int:
     """Return the smallest accumulation that the flags lead to, 0 if there is none."""
     return min((size for _, size, _ in windows(args)), default=0)
-
-
-def _at(values: Mapping[int, Any], sample: int) -> Any:
-    return values[max(first for first in values if first <= sample)]
 
 
 def indivisible(args: argparse.Namespace) -> str:

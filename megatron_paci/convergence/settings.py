@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_paci.accumulation import Phase, parse_phases, phase_at
+from megatron_paci.accumulation import parse_phases, value_at
 
 OPTIMIZERS = ("adam", "nadam", "muon", "sgd")
 NORMS = ("pipelined", "local", "global")
@@ -106,7 +107,7 @@ class Settings:
             raise ValueError("a learning rate and a norm to clip at are larger than 0")
         if not 0 <= self.warmup < self.iterations or self.rate_iterations < 0:
             raise ValueError("give warm-up shorter than the run, and no negative iterations")
-        for accumulation, first in self.phases:
+        for first, accumulation in self.phases.items():
             if self.num_microbatches % (accumulation or self.num_microbatches):
                 raise ValueError(
                     f"schedule {self.schedule}: accumulation {accumulation} does not divide the "
@@ -124,13 +125,13 @@ class Settings:
         return self.batch // self.microbatch
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The schedule's phases."""
+    def phases(self) -> Mapping[int, int]:
+        """The schedule's accumulations by the sample from which on they hold."""
         return parse_phases(self.schedule)
 
     def accumulation_at(self, iteration: int) -> int:
         """Return the accumulation of an iteration, counted from 0; ``SYNC`` for 1F1B."""
-        return phase_at(self.phases, iteration * self.batch).accumulation
+        return value_at(self.phases, iteration * self.batch)
 
     def changed(self) -> dict[str, Any]:
         """Return the fields that differ from the default."""

@@ -69,8 +69,9 @@ class Run:
         self._settings = settings
         self._texts = Text(train, settings.sequence), Text(validation, settings.sequence)
         self._state_path = state
+        latest = settings.accumulation_at(settings.iterations - 1)
         self.pipeline = LocalPipeline(
-            settings.stages, accumulation=settings.phases[-1][0] or settings.num_microbatches,
+            settings.stages, accumulation=latest or settings.num_microbatches,
             clip="pipelined" if settings.clip == "none" else settings.clip,
             variant=Variant(
                 stash=settings.stash, nadam=settings.optimizer == "nadam",

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_paci.accumulation import SYNC, accumulation_at, parse_phases, phase_at
+from megatron_paci.accumulation import SYNC, accumulation_at, parse_phases, value_at
 from megatron_paci.compatibility import check, violations
 from megatron_paci.windows import shortest_window, windows
 from tests.unit.test_compatibility import BASE, PACI, parse  # noqa: F401
 
 
 def test_phases_are_read():
-    assert parse_phases("sync:0,4:20000,8:100000") == ((SYNC, 0), (4, 20000), (8, 100000))
-    assert parse_phases("4") == ((4, 0),) and parse_phases("sync") == ((SYNC, 0),)
-    assert parse_phases("4:0, sync:16") == ((4, 0), (SYNC, 16))
+    assert parse_phases("sync:0,4:20000,8:100000") == {0: SYNC, 20000: 4, 100000: 8}
+    assert parse_phases("4") == {0: 4} and parse_phases("sync") == {0: SYNC}
+    assert parse_phases("4:0, sync:16") == {0: 4, 16: SYNC}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_are_no_phases_is_refused(parse, text, reason):  # noqa: F811
 
 def test_a_phase_begins_with_the_first_iteration_that_begins_in_it():
     phases = parse_phases("sync:0,4:20,8:33")
-    found = [phase_at(phases, sample).accumulation for sample in (0, 16, 20, 32, 33, 10**9)]
+    found = [value_at(phases, sample) for sample in (0, 16, 20, 32, 33, 10**9)]
     assert found == [SYNC, SYNC, 4, 4, 8, 8]
 
 

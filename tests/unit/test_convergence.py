@@ -34,9 +34,9 @@ def write(results: Results, settings: Settings, validation, **changes) -> None:
 
 def test_a_schedule_says_what_holds_from_which_sample_on():
     settings = Settings(schedule="sync:0,4:64,8:320", microbatch=4)
-    assert settings.phases == ((0, 0), (4, 64), (8, 320))
+    assert settings.phases == {0: 0, 64: 4, 320: 8}
     assert [settings.accumulation_at(i) for i in (0, 1, 2, 9, 10, 11)] == [0, 0, 4, 4, 8, 8]
-    assert Settings(schedule="16").phases == ((16, 0),)
+    assert Settings(schedule="16").phases == {0: 16}
 
 
 @pytest.mark.parametrize("wrong, reason", [
