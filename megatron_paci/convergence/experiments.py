@@ -10,15 +10,18 @@ from megatron_paci.convergence.settings import Settings
 
 BATCH = 32
 RATES = {
-    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 1e-3, 16: 2e-3},
+    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 1e-3, 16: 1e-3},
     "nadam": {SYNC: 2e-3, 4: 5e-4, 16: 2e-3},
     "muon": dict.fromkeys((SYNC, 4, 8, 16), 4e-3),
+    "sgd": dict.fromkeys((SYNC, 4, 16), 0.1),
 }
 """Learning rates by optimizer and accumulation, for the experiments that do not vary them: the best
 in ``rate``, ``muon`` and ``momentum``; accumulations that are not there get one in between, or that
 of the nearest."""
 MUON = {"optimizer": "muon", "beta1": 0.8}
 """Muon with the best momentum in ``muon_momentum``."""
+NADAM = {"optimizer": "nadam", "beta1": 0.97}
+"""NAdam with the best momentum in ``nadam``."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,8 @@ def paci(accumulation: int, *, start: int = 0, **changes) -> Settings:
 
 
 def accumulation() -> dict[str, Settings]:
-    """Flush against PACI at equal samples and equal batch per update.
-
-    With the learning rate of 1F1B, and with their own.
-    """
-    rate, sizes = RATES["adam"], (1, 2, 4, 8, 16)
-    return {"1F1B": flush()} | {f"a={a}": paci(a, lr=rate[SYNC]) for a in sizes} | {
-        f"a={a}, lr {rate[a]:g}": paci(a) for a in sizes if rate[a] != rate[SYNC]
-    }
+    """Flush against PACI at equal samples and equal batch per update."""
+    return {"1F1B": flush()} | {f"a={a}": paci(a) for a in (1, 2, 4, 8, 16)}
 
 
 def mismatch() -> dict[str, Settings]:
@@ -89,18 +86,22 @@ def mismatch() -> dict[str, Settings]:
 
 def clipping() -> dict[str, Settings]:
     """No clipping, and three norms to clip by; the largest norm is one that is often exceeded."""
-    runs = {"1F1B, not clipped": flush(), "1F1B, clipped": flush(clip="global", clip_grad=0.3)}
-    for rule in ("none", "local", "pipelined", "global"):
-        runs[f"a=4, {rule}"] = paci(4, clip=rule, **({"clip_grad": 0.3} if rule != "none" else {}))
-    return runs
+    clipped = {
+        f"a=4, {rule}": paci(4, clip=rule, clip_grad=0.3)
+        for rule in ("local", "pipelined", "global")
+    }
+    return {
+        "1F1B, not clipped": flush(), "a=4, none": paci(4),
+        "1F1B, clipped": flush(clip="global", clip_grad=0.3), **clipped,
+    }
 
 
 def tied() -> dict[str, Settings]:
     """Untied and tied embeddings."""
     runs = {}
     for name, shares in (("untied", False), ("tied", True)):
-        runs |= {f"{name}, 1F1B": flush(tied=shares), f"{name}, a=4": paci(4, tied=shares),
-                 f"{name}, a=16": paci(16, tied=shares)}
+        runs |= {f"{name}, {label}": settings
+                 for label, settings in three_schedules(tied=shares).items()}
     return runs
 
 
@@ -115,13 +116,25 @@ def recomputation() -> dict[str, Settings]:
 def rates(optimizer: str, values: tuple[float, ...]) -> dict[str, Settings]:
     """Every schedule at every learning rate."""
     return {
-        f"{name}, lr {lr:g}": build(lr=lr, optimizer=optimizer)
+        f"{label}, lr {lr:g}": settings
         for lr in values
-        for name, build in (
-            ("1F1B", flush),
-            ("a=4", lambda **changes: paci(4, **changes)),
-            ("a=16", lambda **changes: paci(16, **changes)),
+        for label, settings in three_schedules(lr=lr, optimizer=optimizer).items()
+    }
+
+
+def three_schedules(**changes) -> dict[str, Settings]:
+    """1F1B, and PACI with drift up to 2 and 1."""
+    return {"1F1B": flush(**changes), "a=4": paci(4, **changes), "a=16": paci(16, **changes)}
+
+
+def optimizers() -> dict[str, Settings]:
+    """Every optimizer with its best momentum and learning rates."""
+    return {
+        f"{name}, {label}": settings
+        for name, changes in (
+            ("AdamW", {}), ("NAdam", NADAM), ("SGD", {"optimizer": "sgd"}), ("Muon", MUON)
         )
+        for label, settings in three_schedules(**changes).items()
     }
 
 
@@ -130,7 +143,7 @@ def depth() -> dict[str, Settings]:
 
     There is one 1F1B: N decides only from which seeds its weights are drawn.
     """
-    model = {"layers": 32, "hidden": 56, "iterations": 300, "warmup": 15}
+    model = {"layers": 32, "hidden": 56, "iterations": 240, "warmup": 12}
     return {"1F1B": flush(**model)} | {
         f"N={stages}, a=8": paci(8, stages=stages, **model) for stages in (4, 8, 16, 32)
     }
@@ -139,41 +152,41 @@ def depth() -> dict[str, Settings]:
 def stability() -> dict[str, Settings]:
     """Learning rates until something breaks."""
     return {
-        label: replace(settings, iterations=200, warmup=10)
+        label: replace(settings, iterations=120, warmup=6)
         for label, settings in rates("adam", (4e-3, 1.6e-2, 6.4e-2)).items()
     }
 
 
 def start() -> dict[str, Settings]:
-    """A synchronous start of several lengths."""
+    """A synchronous start of two lengths, also with the next higher learning rate."""
     runs = {"1F1B": flush()}
     for a in (4, 16):
         runs[f"a={a}"] = paci(a)
-        runs |= {f"a={a}, 1F1B for {n}": paci(a, start=n) for n in (18, 36, 72)}
+        for lr in (RATES["adam"][a], 2 * RATES["adam"][a]):
+            runs |= {f"a={a}, 1F1B for {n}, lr {lr:g}": paci(a, start=n, lr=lr) for n in (36, 72)}
     return runs
 
 
-def momentum() -> dict[str, Settings]:
-    """AdamW and NAdam, with several momenta."""
+def nadam() -> dict[str, Settings]:
+    """NAdam with two momenta and learning rates."""
     runs = {}
-    for optimizer, name, beta in (("adam", "AdamW", 0.9), ("nadam", "NAdam", 0.9),
-                                  ("nadam", "NAdam", 0.97)):
-        changes = {"optimizer": optimizer, "beta1": beta}
-        runs |= {f"{name} {beta:g}, 1F1B": flush(**changes),
-                 f"{name} {beta:g}, a=4": paci(4, **changes),
-                 f"{name} {beta:g}, a=16": paci(16, **changes)}
+    for beta in (0.9, 0.97):
+        for lr in (1e-3, 2e-3):
+            changes = {"optimizer": "nadam", "beta1": beta, "lr": lr}
+            runs |= {f"{beta:g}, 1F1B, lr {lr:g}": flush(**changes),
+                     f"{beta:g}, a=16, lr {lr:g}": paci(16, **changes)}
     return runs
 
 
 def discount() -> dict[str, Settings]:
     """PipeMare's rule for the learning rate, and longer warm-up, with the rate of 1F1B."""
-    runs = {"1F1B": flush(), "1F1B, warm-up 100": flush(warmup=100)}
     rate = RATES["adam"][SYNC]
-    for a in (4, 16):
-        runs |= {f"a={a}": paci(a, lr=rate), f"a={a}, warm-up 100": paci(a, lr=rate, warmup=100)}
-    for n in (50, 250):
-        runs[f"a=4, rule for {n}"] = paci(4, lr=rate, rate_iterations=n)
-    return runs
+    return {
+        "1F1B": flush(), "1F1B, warm-up 100": flush(warmup=100),
+        "a=4": paci(4, lr=rate), "a=4, warm-up 100": paci(4, lr=rate, warmup=100),
+        "a=4, rule for 50": paci(4, lr=rate, rate_iterations=50),
+        "a=4, rule for 250": paci(4, lr=rate, rate_iterations=250),
+    }
 
 
 def muon_momentum() -> dict[str, Settings]:
@@ -219,41 +232,52 @@ def time_with_adam() -> dict[str, Settings]:
     }
 
 
-def _every_third(runs: dict[str, Settings]) -> dict[str, str]:
-    """Compare two runs after each with the one before them."""
-    labels = list(runs)
-    return {label: labels[i - i % 3] for i, label in enumerate(labels)}
-
-
 def _to_first(runs: dict[str, Settings]) -> dict[str, str]:
     return {}
 
 
-_TABLE: tuple[tuple[str, str, Callable, Callable], ...] = (
+def _to_1f1b_before(runs: dict[str, Settings]) -> dict[str, str]:
+    baselines, latest = {}, ""
+    for label, settings in runs.items():
+        latest = label if settings.schedule == "sync" else latest
+        baselines[label] = latest
+    return baselines
+
+
+SWEEP = 1
+"""Seeds where a setting is chosen among ones that differ by far more than seeds do."""
+
+_TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
     ("rate", "Which learning rate does each schedule want?",
      lambda: rates("adam", (5e-4, 1e-3, 2e-3, 4e-3)) | {"a=4, lr 0.00025": paci(4, lr=2.5e-4)},
-     lambda runs: _every_third(runs) | {"a=4, lr 0.00025": "1F1B, lr 0.0005"}),
-    ("accumulation", "What does the accumulation a do, at equal batch?", accumulation, _to_first),
-    ("mismatch", "Does it matter that backwards see newer weights?", mismatch, _to_first),
-    ("start", "Does a synchronous start help?", start, _to_first),
-    ("momentum", "Does Nesterov momentum help?", momentum, _every_third),
-    ("recipe", "What do Muon and a synchronous start do together?", recipe, _to_first),
-    ("clipping", "Which norm should clip?", clipping, _to_first),
-    ("tied", "Do tied embeddings learn as well?", tied, _every_third),
-    ("recomputation", "Does recomputing with newer weights matter?", recomputation, _to_first),
-    ("muon", "And with Muon?",
-     lambda: rates("muon", (2e-3, 4e-3, 8e-3)), _every_third),
-    ("muon_momentum", "Which momentum does Muon want?", muon_momentum, _every_third),
-    ("sgd", "And with SGD with momentum?",
-     lambda: rates("sgd", (0.05, 0.1, 0.2)), _every_third),
-    ("depth", "How does the number of stages count?", depth, _to_first),
-    ("stability", "Which learning rate breaks which schedule?", stability, _every_third),
-    ("discount", "Does a smaller rate on early stages, or longer warm-up?", discount, _to_first),
-    ("time", "How long does it take to a validation loss, with Muon?", time_to_loss, _to_first),
-    ("time_adam", "And with AdamW?", time_with_adam, _to_first),
+     lambda runs: _to_1f1b_before(runs) | {"a=4, lr 0.00025": "1F1B, lr 0.0005"}, 3),
+    ("accumulation", "What does the accumulation a do, at equal batch?",
+     accumulation, _to_first, 3),
+    ("mismatch", "Does it matter that backwards see newer weights?", mismatch, _to_first, 3),
+    ("start", "Does a synchronous start help?", start, _to_first, 3),
+    ("discount", "Does a smaller rate on early stages, or longer warm-up?",
+     discount, _to_first, 3),
+    ("muon", "Which learning rate does Muon want?",
+     lambda: rates("muon", (2e-3, 4e-3, 8e-3)), _to_1f1b_before, SWEEP),
+    ("muon_momentum", "Which momentum does Muon want?",
+     muon_momentum, _to_1f1b_before, SWEEP),
+    ("nadam", "Which momentum does NAdam want?", nadam, _to_1f1b_before, SWEEP),
+    ("sgd", "Which learning rate does SGD want?",
+     lambda: rates("sgd", (0.05, 0.1, 0.2)), _to_1f1b_before, SWEEP),
+    ("optimizers", "What does delay cost which optimizer?", optimizers, _to_1f1b_before, 3),
+    ("recipe", "What do Muon and a synchronous start do together?", recipe, _to_first, 3),
+    ("clipping", "Which norm should clip?", clipping, _to_1f1b_before, 3),
+    ("tied", "Do tied embeddings learn as well?", tied, _to_1f1b_before, 3),
+    ("recomputation", "Does recomputing with newer weights matter?",
+     recomputation, _to_first, 3),
+    ("depth", "How does the number of stages count?", depth, _to_first, 3),
+    ("stability", "Which learning rate breaks which schedule?", stability, _to_1f1b_before, 3),
+    ("time", "How long does it take to a validation loss, with Muon?",
+     time_to_loss, _to_first, 3),
+    ("time_adam", "And with AdamW?", time_with_adam, _to_first, 3),
 )
 
 EXPERIMENTS = {
-    name: Experiment(name, question, runs := build(), baselines(runs))
-    for name, question, build, baselines in _TABLE
+    name: Experiment(name, question, runs := build(), baselines(runs), seeds)
+    for name, question, build, baselines, seeds in _TABLE
 }

@@ -86,7 +86,10 @@ def _curves(
 
 
 def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Results], None]:
-    """Return what draws the final loss against a setting, a dot per seed, a line per schedule."""
+    """Return what draws the final loss against a setting, a dot per seed, a line per schedule.
+
+    A schedule with one value of the setting, where others have more, is a level line.
+    """
 
     def draw_one(axes: Any, experiment: Experiment, results: Results) -> None:
         groups: dict[str, list[tuple[float, list[float]]]] = {}
@@ -98,6 +101,9 @@ def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Res
                     (getattr(settings, name), losses)
                 )
         for colour, (label, points) in zip(PALETTE, groups.items()):
+            if len(points) == 1 < max(map(len, groups.values())):
+                axes.axhline(mean(points[0][1]), color=colour, linewidth=2.2, label=label)
+                continue
             points.sort()
             axes.plot([x for x, _ in points], [mean(losses) for _, losses in points],
                       color=colour, linewidth=2.2, label=label)

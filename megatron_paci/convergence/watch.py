@@ -11,7 +11,7 @@ from megatron_paci.convergence.experiments import EXPERIMENTS
 from megatron_paci.convergence.results import Results, final
 from megatron_paci.loss_watch import LossWatch
 
-BEHIND = 0.5
+BEHIND = 0.3
 """A run is far behind if its validation loss ends so many nats above that of its 1F1B."""
 OUTCOMES = (f"end less than {BEHIND} nats behind 1F1B", "end farther behind", "diverge")
 

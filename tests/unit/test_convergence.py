@@ -69,12 +69,17 @@ def test_the_name_of_a_run_depends_on_what_differs_from_the_default():
 
 def test_experiments_compare_like_with_like():
     for experiment in EXPERIMENTS.values():
-        assert len(experiment.seeded()) == 3 * len(experiment.runs)
+        sweep = experiment.name in ("muon", "muon_momentum", "nadam", "sgd")
+        assert len(experiment.seeded()) == (1 if sweep else 3) * len(experiment.runs)
         for label, settings in experiment.runs.items():
             baseline = experiment.runs[experiment.baseline(label)]
             assert baseline.schedule == "sync", label
-            same = ("batch", "iterations", "layers", "hidden", "stages", "sequence")
-            assert [getattr(settings, n) for n in same] == [getattr(baseline, n) for n in same]
+            same = {"batch", "iterations", "layers", "hidden", "stages", "sequence"}
+            same -= {"stages"} if experiment.name == "depth" else set()
+            same -= {"iterations"} if "updates" in label else set()  # the label says so
+            same |= {"optimizer", "beta1"} if label != "1F1B, AdamW" else set()
+            for name in same:
+                assert getattr(settings, name) == getattr(baseline, name), (label, name)
 
 
 def simulated(name: str, settings: Settings, overhead: Fraction, iterations: int) -> Fraction:
@@ -212,7 +217,7 @@ def test_what_the_warning_would_have_said_of_the_runs(tmp_path):
         write(results, replace(rate.runs[label], seed=seed), [[300, last]], losses=losses,
               iterations_per_loss=2, diverged=300 if name == "diverges" else None)
     assert watch_table(results).splitlines()[2:] == [
-        "| end less than 0.5 nats behind 1F1B | 1 | 0.0% | 0.0% | 0 of 1 | 1 of 1 |",
+        "| end less than 0.3 nats behind 1F1B | 1 | 0.0% | 0.0% | 0 of 1 | 1 of 1 |",
         "| end farther behind | 2 | 16.7% | -16.7% | 1 of 2 | 2 of 2 |",
         "| diverge | 1 | 566.7% | -566.7% | 1 of 1 | 1 of 1 |",
     ]
