@@ -10,7 +10,7 @@ from megatron_paci.convergence.settings import Settings
 
 BATCH = 32
 RATES = {
-    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 1e-3, 16: 1e-3},
+    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 5e-4, 16: 1e-3},
     "nadam": {SYNC: 2e-3, 4: 5e-4, 16: 2e-3},
     "muon": dict.fromkeys((SYNC, 4, 8, 16), 4e-3),
     "sgd": dict.fromkeys((SYNC, 4, 16), 0.1),
@@ -18,6 +18,8 @@ RATES = {
 """Learning rates by optimizer and accumulation, for the experiments that do not vary them: the best
 in ``rate``, ``muon`` and ``momentum``; accumulations that are not there get one in between, or that
 of the nearest."""
+START_RATES = {(4, 36): 5e-4, (4, 72): 1e-3, (16, 36): 2e-3, (16, 72): 2e-3}
+"""Of AdamW by accumulation and iterations of 1F1B before; the best in ``start_rate``."""
 MUON = {"optimizer": "muon", "beta1": 0.8}
 """Muon with the best momentum in ``muon_momentum``."""
 NADAM = {"optimizer": "nadam", "beta1": 0.97}
@@ -158,13 +160,23 @@ def stability() -> dict[str, Settings]:
 
 
 def start() -> dict[str, Settings]:
-    """A synchronous start of two lengths, also with the next higher learning rate."""
-    runs = {"1F1B": flush()}
-    for a in (4, 16):
-        runs[f"a={a}"] = paci(a)
-        for lr in (RATES["adam"][a], 2 * RATES["adam"][a]):
-            runs |= {f"a={a}, 1F1B for {n}, lr {lr:g}": paci(a, start=n, lr=lr) for n in (36, 72)}
-    return runs
+    """A synchronous start of two lengths, with the best learning rates in ``start_rate``."""
+    return {"1F1B": flush(), "a=4": paci(4), "a=16": paci(16)} | {
+        f"a={a}, 1F1B for {n}, lr {lr:g}": paci(a, start=n, lr=lr)
+        for (a, n), lr in START_RATES.items()
+    }
+
+
+def start_rates() -> dict[str, Settings]:
+    """A synchronous start with the learning rates of the accumulation and higher ones."""
+    return {"1F1B": flush()} | {
+        f"a={a}, 1F1B for {n}, lr {lr:g}": paci(a, start=n, lr=lr)
+        for a, n, rates in (
+            (4, 36, (5e-4, 1e-3)), (4, 72, (5e-4, 1e-3, 2e-3)),
+            (16, 36, (1e-3, 2e-3)), (16, 72, (1e-3, 2e-3)),
+        )
+        for lr in rates
+    }
 
 
 def nadam() -> dict[str, Settings]:
@@ -214,13 +226,13 @@ LONG = {"iterations": 1500, "warmup": 75, "validations": 20}
 def time_to_loss() -> dict[str, Settings]:
     """Longer runs with Muon, for the time to a validation loss.
 
-    With as many updates PACI ends a little above 1F1B, so there are some with a few more.
+    With as many updates PACI ends a little above 1F1B, so there are some with more.
     """
-    longer = {**LONG, "iterations": 1580, "warmup": 79}
+    longer = {**LONG, "iterations": 1700, "warmup": 85}
     return {
         "1F1B, Muon": flush(**MUON, **LONG),
         "a=16, Muon": paci(16, **MUON, **LONG),
-        "a=16, Muon, 1580 updates": paci(16, **MUON, **longer),
+        "a=16, Muon, 1700 updates": paci(16, **MUON, **longer),
     }
 
 
@@ -228,7 +240,7 @@ def time_with_adam() -> dict[str, Settings]:
     """The same with AdamW."""
     return {
         "1F1B, AdamW": flush(**LONG),
-        "a=16, AdamW, 1F1B for 75": paci(16, start=75, **LONG),
+        "a=16, AdamW, 1F1B for 75": paci(16, start=75, lr=2e-3, **LONG),
     }
 
 
@@ -255,6 +267,8 @@ _TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
      accumulation, _to_first, 3),
     ("mismatch", "Does it matter that backwards see newer weights?", mismatch, _to_first, 3),
     ("start", "Does a synchronous start help?", start, _to_first, 3),
+    ("start_rate", "Which learning rate does a synchronous start allow?",
+     start_rates, _to_first, SWEEP),
     ("discount", "Does a smaller rate on early stages, or longer warm-up?",
      discount, _to_first, 3),
     ("muon", "Which learning rate does Muon want?",

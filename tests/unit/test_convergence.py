@@ -69,7 +69,7 @@ def test_the_name_of_a_run_depends_on_what_differs_from_the_default():
 
 def test_experiments_compare_like_with_like():
     for experiment in EXPERIMENTS.values():
-        sweep = experiment.name in ("muon", "muon_momentum", "nadam", "sgd")
+        sweep = experiment.name in ("start_rate", "muon", "muon_momentum", "nadam", "sgd")
         assert len(experiment.seeded()) == (1 if sweep else 3) * len(experiment.runs)
         for label, settings in experiment.runs.items():
             baseline = experiment.runs[experiment.baseline(label)]
