@@ -76,13 +76,17 @@ def _curves(
     axes: Any, experiment: Experiment, results: Results, places: Callable[[str], list[float]]
 ) -> None:
     """Draw validation loss at ``places(label)[iteration - 1]``, after the first quarter."""
-    for colour, label in zip(PALETTE, experiment.runs):
+    for number, label in enumerate(experiment.runs):
+        again, colour = divmod(number, len(PALETTE))
         runs = [run for run in results.of(experiment, label).values() if run["diverged"] is None]
         if not runs:
             continue
         x, measured = places(label), list(zip(*(run["validation"] for run in runs)))
         points = [(x[at[0][0] - 1], mean(loss for _, loss in at)) for at in measured]
-        axes.plot(*zip(*points[len(points) // 4:]), color=colour, linewidth=2.2, label=label)
+        axes.plot(
+            *zip(*points[len(points) // 4:]), "--" if again else "-", color=PALETTE[colour],
+            linewidth=2.2, label=label,
+        )
 
 
 def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Results], None]:

@@ -11,11 +11,13 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from megatron_paci.convergence.clock import best_flush, first_below, times
 from megatron_paci.convergence.command import Folders, missing
 from megatron_paci.convergence.data import Text, microbatches, shuffled
 from megatron_paci.convergence.experiments import EXPERIMENTS, Experiment, flush, paci
+from megatron_paci.convergence.figures import FIGURES
 from megatron_paci.convergence.report import interval, renewed, table, time_table, watch_table
 from megatron_paci.convergence.results import Results
 from megatron_paci.convergence.settings import Settings
@@ -169,6 +171,21 @@ def test_results_of_another_default_are_refused(tmp_path):
     results.path(flush()).write_text(json.dumps(result))
     with pytest.raises(ValueError, match="trained with another hidden"):
         results.get(flush())
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_shows_every_run_apart_from_the_others(tmp_path, name):
+    experiment, results = EXPERIMENTS[name], Results(tmp_path)
+    for settings in experiment.runs.values():
+        count, end = settings.validations, settings.iterations
+        write(results, settings, [[end * (i + 1) // count, 3.0 - i / 10] for i in range(count)])
+    axes = Figure().subplots()
+    FIGURES[name](axes, experiment, results)
+    shown = [line for line in axes.lines if not line.get_label().startswith("_")]
+    assert len({(line.get_color(), line.get_linestyle()) for line in shown}) == len(shown)
+    dots = sum(line.get_linestyle() == "None" for line in axes.lines)
+    level = 1 if name == "depth" else 0  # 1F1B, which is no matter of the number of stages
+    assert len(experiment.runs) == (dots + level if dots else len(shown))
 
 
 def test_a_table_compares_seed_by_seed(tmp_path):
