@@ -20,15 +20,17 @@ def learning_lines(job: Job, chosen: Candidate) -> list[str]:
         return []
     gain = chosen.samples_per_time(chosen.paci) / chosen.samples_per_time(chosen.one_f_one_b)
     return [
-        "What delay may cost in quality depends on the optimizer most of all (docs/convergence.md "
-        "has small runs):",
-        "- With Muon least: --optimizer muon --muon-nesterov --muon-momentum 0.8.",
-        "- With AdamW more, and a synchronous start takes back a part of it: in the place of "
+        "What delay may cost in quality depends on the optimizer most of all. Nats are those of "
+        "small runs on eight stages (docs/convergence.md):",
+        "- With Muon least, 0.01 with a = 16 and 0.05 with a = 8: --optimizer muon --muon-nesterov "
+        "--muon-momentum 0.8.",
+        "- With AdamW 0.22 and 0.47, and a synchronous start takes back a part of it, 0.09 instead "
+        "of 0.22: in the place of "
         f"--paci-accum {chosen.microbatches} --paci-accum-schedule "
         f"sync:0,{chosen.microbatches}:SAMPLES. With a tenth of all samples PACI is "
         f"{gain_with_start(gain):.3f} instead of {gain:.3f} times as fast as 1F1B.",
         f"- The mean drift counts, not its bound alone; here it is {chosen.mean_drift:.2f}. "
-        "Microbatches of half the size make half of it.",
+        "Microbatches of half the size make half of it, which is the step from a = 8 to 16.",
         f"- Before a long run: {COMPARE}.",
         "",
     ]
