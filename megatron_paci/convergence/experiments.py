@@ -187,6 +187,8 @@ def nadam() -> dict[str, Settings]:
             changes = {"optimizer": "nadam", "beta1": beta, "lr": lr}
             runs |= {f"{beta:g}, 1F1B, lr {lr:g}": flush(**changes),
                      f"{beta:g}, a=16, lr {lr:g}": paci(16, **changes)}
+            changes["lr"] = lr / 2
+            runs[f"{beta:g}, a=4, lr {lr / 2:g}"] = paci(4, **changes)
     return runs
 
 

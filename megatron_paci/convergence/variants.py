@@ -103,7 +103,9 @@ class StageRates:
 def use_nadam(optimizer: Any) -> None:
     """Make a Megatron optimizer with AdamW inside update by NAdam (Nesterov momentum) instead.
 
-    Rates, betas, epsilon and weight decay (decoupled) stay. To be called before the first step.
+    Rates, betas, epsilon and weight decay (decoupled) stay; the momentum is the same at every step,
+    without the schedule of the NAdam paper, which begins with half of it. To be called before the
+    first step.
     """
     for part in optimizer_parts(optimizer):
         if part.is_stub_optimizer:
@@ -114,4 +116,6 @@ def use_nadam(optimizer: Any) -> None:
              if name in shared or name not in part.optimizer.defaults}
             for group in part.optimizer.param_groups
         ]
-        part.optimizer = torch.optim.NAdam(groups, decoupled_weight_decay=True)
+        part.optimizer = torch.optim.NAdam(
+            groups, decoupled_weight_decay=True, momentum_decay=0.0
+        )
