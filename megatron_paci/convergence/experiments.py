@@ -11,7 +11,7 @@ from megatron_paci.convergence.settings import Settings
 BATCH = 32
 RATES = {
     "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 5e-4, 16: 1e-3},
-    "nadam": {SYNC: 2e-3, 4: 5e-4, 16: 2e-3},
+    "nadam": {SYNC: 1e-3, 4: 5e-4, 16: 2e-3},
     "muon": dict.fromkeys((SYNC, 4, 8, 16), 4e-3),
     "sgd": dict.fromkeys((SYNC, 4, 16), 0.1),
 }
@@ -22,7 +22,7 @@ START_RATES = {(4, 36): 5e-4, (4, 72): 1e-3, (16, 36): 2e-3, (16, 72): 2e-3}
 """Of AdamW by accumulation and iterations of 1F1B before; the best in ``start_rate``."""
 MUON = {"optimizer": "muon", "beta1": 0.8}
 """Muon with the best momentum in ``muon_momentum``."""
-NADAM = {"optimizer": "nadam", "beta1": 0.97}
+NADAM = {"optimizer": "nadam", "beta1": 0.9}
 """NAdam with the best momentum in ``nadam``."""
 
 
