@@ -16,8 +16,8 @@ RATES = {
     "sgd": dict.fromkeys((SYNC, 4, 16), 0.1),
 }
 """Learning rates by optimizer and accumulation, for the experiments that do not vary them: the best
-in ``rate``, ``muon`` and ``nadam``. With AdamW a=8 was tried at 5e-4 and 1e-3; a=1 and a=2 take the
-rate of a=4. That of SGD waits for ``sgd``."""
+in ``rate``, ``muon``, ``nadam`` and ``sgd``. With AdamW a=8 was tried at 5e-4 and 1e-3; a=1 and a=2
+take the rate of a=4."""
 START_RATES = {(4, 36): 5e-4, (4, 72): 1e-3, (16, 36): 2e-3, (16, 72): 2e-3}
 """Of AdamW by accumulation and iterations of 1F1B before; the best in ``start_rate``."""
 MUON = {"optimizer": "muon", "beta1": 0.8}

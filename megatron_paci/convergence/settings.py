@@ -171,6 +171,8 @@ class Settings:
             "muon-momentum": self.beta1,
             "clip-grad": 0 if self.clip == "none" else self.clip_grad, "seed": self.seed,
             "rerun-mode": "disabled", "eval-iters": 0, "log-interval": 1,
+            # As the plugin has it: the window decides what becomes of such a gradient.
+            "no-check-for-nan-in-loss-and-grad": None,
         }
         if not self.tied:
             flags["untie-embeddings-and-output-weights"] = None

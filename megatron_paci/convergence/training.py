@@ -130,9 +130,10 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss of the last iteration says so."""
+        """Whether the loss of the last iteration says so, or a gradient that was not finite."""
         newest = self._losses[-self._settings.num_microbatches:]
-        return bool(newest) and not sum(newest) / len(newest) < DIVERGED
+        too_high = bool(newest) and not sum(newest) / len(newest) < DIVERGED
+        return too_high or self._counts()["skipped"] > 0
 
     def result(self) -> dict[str, Any]:
         """Return what is kept of a run that has ended."""

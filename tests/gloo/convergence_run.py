@@ -1,12 +1,14 @@
 """Trains a small run of megatron_paci.convergence whole, and one that is stopped and goes on.
 
-``convergence_run.py FOLDER`` writes ``whole.json`` and ``resumed.json``, and in ``stages.json``
-what each stage of a fresh run updates with; ``FOLDER`` has the texts.
+``convergence_run.py FOLDER`` writes ``whole.json`` and ``resumed.json``, in ``stages.json`` what
+each stage of a fresh run updates with, and ``diverged.json`` of a run with a gradient that is not
+finite; ``FOLDER`` has the texts.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def main() -> None:
         result = run.result()
         del result["core_seconds"]
         (folder / name).write_text(json.dumps(result))
-        (folder / "state.pt").unlink()
+        (folder / "state.pt").unlink(missing_ok=True)
 
     fresh = build()
     found = []
@@ -63,6 +65,10 @@ def main() -> None:
         resumed = build()
         assert resumed.iteration == 10
         finish(resumed, "resumed.json")
+    broken = build()
+    weight = next(broken.pipeline.stages[1].model.parameters())
+    weight.register_hook(lambda gradient: gradient * math.inf)
+    finish(broken, "diverged.json")
 
 
 if __name__ == "__main__":

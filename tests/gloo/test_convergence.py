@@ -34,6 +34,12 @@ def test_a_run_follows_its_schedule_and_learns(found):
     assert whole["validation"][-1][1] < whole["validation"][0][1]
 
 
+def test_a_gradient_that_is_not_finite_ends_a_run(found):
+    """Also where the loss is a good one, for the window's update is left out."""
+    assert found["diverged"]["diverged"] == 1 and found["diverged"]["skipped"] > 0
+    assert found["diverged"]["losses"] == found["whole"]["losses"][:1]
+
+
 def test_stages_update_with_what_the_settings_say(found):
     """PipeMare's rule: after 24 of 120 samples the rate is divided by the delay to the 0.8."""
     for index, stage in enumerate(found["stages"]):
