@@ -18,7 +18,7 @@ from megatron_paci.convergence.watch import watch_rows
 from megatron_paci.student import interval
 
 TABLE = re.compile(
-    r"(<!-- table: python docs/convergence\.py --report (\w+) -->\n)(.*?)(<!-- end of table -->\n)",
+    r"(<!-- table (\w+): python docs/convergence\.py --report -->\n)(.*?)(<!-- end of table -->\n)",
     re.DOTALL,
 )
 

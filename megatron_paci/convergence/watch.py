@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +14,8 @@ from megatron_paci.loss_watch import LossWatch
 
 BEHIND = 0.3
 """A run is far behind if its validation loss ends so many nats above that of its 1F1B."""
-OUTCOMES = (f"end less than {BEHIND} nats behind 1F1B", "end farther behind", "diverge")
+OUTCOMES = (f"end less than {BEHIND} nats behind 1F1B", "end farther behind", "have SGD", "diverge")
+"""SGD by itself: it trains so badly here that its 1F1B would be told of, too."""
 
 
 def watch(result: Mapping[str, Any]) -> tuple[LossWatch, set[str]]:
@@ -45,9 +47,15 @@ def outcomes(results: Results) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _outcome(result: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
     if result["diverged"] is not None:
+        return OUTCOMES[3]
+    if result["settings"]["optimizer"] == "sgd":
         return OUTCOMES[2]
     # Not a number, where 1F1B has diverged, is no lead.
     return OUTCOMES[1] if final(result) - final(compared) > BEHIND else OUTCOMES[0]
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if math.isfinite(value) else "-"  # no run had so many iterations
 
 
 def watch_rows(results: Results) -> list[tuple[str, ...]]:
@@ -57,7 +65,7 @@ def watch_rows(results: Results) -> list[tuple[str, ...]]:
         found.setdefault(name, []).append(watch(result))
     return [
         (name, str(len(runs)), f"{max(each.largest for each, _ in runs):.1%}",
-         f"{min(each.least_fall for each, _ in runs):.1%}",
+         _share(min(each.least_fall for each, _ in runs)),
          *(f"{sum(what in told for _, told in runs)} of {len(runs)}"
            for what in ("risen", "stuck")))
         for name in OUTCOMES if (runs := found.get(name))

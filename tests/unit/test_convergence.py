@@ -238,6 +238,13 @@ def test_what_the_warning_would_have_said_of_the_runs(tmp_path):
         "| end farther behind | 2 | 16.7% | -16.7% | 1 of 2 | 2 of 2 |",
         "| diverge | 1 | 566.7% | -566.7% | 1 of 1 | 1 of 1 |",
     ]
+    # One that ends before its first check, of an optimizer whose 1F1B learns badly.
+    sgd = next(iter(EXPERIMENTS["sgd"].runs.values()))
+    write(results, sgd, [[300, 3.0]], losses=[6.0] * 60, iterations_per_loss=1)
+    assert watch_table(results).splitlines()[4:] == [
+        "| have SGD | 1 | 0.0% | - | 0 of 1 | 0 of 1 |",
+        "| diverge | 1 | 566.7% | -566.7% | 1 of 1 | 1 of 1 |",
+    ]
     assert watch_table(Results(tmp_path / "none")) == "No runs yet.\n"
 
 
@@ -266,4 +273,4 @@ def test_the_page_has_every_experiment_and_is_in_step(script):
     text = script.PAGE.read_text(encoding="utf-8")
     assert renewed(text, script.FOLDERS.results) == text, "python docs/convergence.py --report"
     for name in EXPERIMENTS:
-        assert f"<!-- table: python docs/convergence.py --report {name} -->" in text
+        assert f"<!-- table {name}: python docs/convergence.py --report -->" in text
