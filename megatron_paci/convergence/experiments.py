@@ -145,7 +145,7 @@ def depth() -> dict[str, Settings]:
 
     There is one 1F1B: N decides only from which seeds its weights are drawn.
     """
-    model = {"layers": 32, "hidden": 56, "iterations": 240, "warmup": 12}
+    model = {"layers": 32, "hidden": 56, "iterations": 180, "warmup": 9}
     return {"1F1B": flush(**model)} | {
         f"N={stages}, a=8": paci(8, stages=stages, **model) for stages in (4, 8, 16, 32)
     }
@@ -270,7 +270,7 @@ _TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
     ("start_rate", "Which learning rate does a synchronous start allow?",
      start_rates, _to_first, SWEEP),
     ("discount", "Does a smaller rate on early stages, or longer warm-up?",
-     discount, _to_first, 3),
+     discount, _to_first, SWEEP),
     ("muon", "Which learning rate does Muon want?",
      lambda: rates("muon", (2e-3, 4e-3, 8e-3)), _to_1f1b_before, SWEEP),
     ("muon_momentum", "Which momentum does Muon want?",
