@@ -123,8 +123,11 @@ class Engine:
         self.end_stream()
 
     def drain_actions(self) -> Iterator[Action]:
-        """Return what ``drain`` executes."""
-        return self.schedule.drain(self._stream_forwards)
+        """Yield what ``drain`` executes; not to be asked for before what ``ticks`` returned is done.
+
+        Which it is depends on how far the stream is, so it is looked at when the first is asked for.
+        """
+        yield from self.schedule.drain(self._stream_forwards)
 
     def end_stream(self) -> None:
         """Begin a new stream, after ``drain_actions``."""

@@ -200,6 +200,11 @@ def one(folder, two, four):
         scenarios[f"local-{name}"] = local_run(
             folder / "clipped", TIED, num_stages=2, **{"extra": CLIPPED, **rules}
         )
+    for name in ("loose", "loose-global"):  # drained where stages are behind the first one, too
+        scenarios[f"local-{name}-4"] = local_run(
+            folder / "clipped-a1-4", TINY_GPT, num_stages=4,
+            stop={"iteration": 2, "anew": False}, **LOCAL[name],
+        )
     scenarios["stashed"] = replay_of(
         folder / "clipped", CLIPPED, TIED, num_stages=2, accumulation=1, stash=True
     )
@@ -247,10 +252,11 @@ def test_in_one_process_stashed_weights_are_those_of_the_forward(one):
     assert local["weights"] != plain["weights"]
 
 
-def test_in_one_process_the_true_norm_changes_the_norm_alone(one):
+@pytest.mark.parametrize("stages", ["", "-4"])
+def test_in_one_process_the_true_norm_changes_the_norm_alone(one, stages):
     """Waiting for it changes no order: where nothing is clipped, nothing changes."""
     for key in ("losses", "weights", "optimizer"):
-        assert one["local-loose-global"][0][key] == one["local-loose"][0][key]
+        assert one[f"local-loose-global{stages}"][0][key] == one[f"local-loose{stages}"][0][key]
     assert one["local-global"][0]["losses"] != one["local-paci"][0]["losses"]
 
 
