@@ -123,9 +123,9 @@ class Engine:
         self.end_stream()
 
     def drain_actions(self) -> Iterator[Action]:
-        """Yield what ``drain`` executes; not to be asked for before what ``ticks`` returned is done.
+        """Yield what ``drain`` executes, from where the stream is when the first is asked for.
 
-        Which it is depends on how far the stream is, so it is looked at when the first is asked for.
+        What ``ticks`` returned is to be executed by then.
         """
         yield from self.schedule.drain(self._stream_forwards)
 

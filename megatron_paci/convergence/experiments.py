@@ -6,24 +6,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from megatron_paci.accumulation import SYNC
+from megatron_paci.convergence.runs import (
+    MUON,
+    NADAM,
+    RATES,
+    START_RATES,
+    flush,
+    paci,
+    rates,
+    three_schedules,
+)
 from megatron_paci.convergence.settings import Settings
-
-BATCH = 32
-RATES = {
-    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 5e-4, 16: 1e-3},
-    "nadam": {SYNC: 1e-3, 4: 5e-4, 16: 1e-3},
-    "muon": dict.fromkeys((SYNC, 4, 8, 16), 4e-3),
-    "sgd": dict.fromkeys((SYNC, 4, 16), 0.1),
-}
-"""Learning rates by optimizer and accumulation, for the experiments that do not vary them: the best
-in ``rate``, ``muon``, ``nadam`` and ``sgd``. With AdamW a=8 was tried at 5e-4 and 1e-3; a=1 and a=2
-take the rate of a=4; NAdam with a=16 was best at 2e-3 with one seed, and is not with three."""
-START_RATES = {(4, 36): 5e-4, (4, 72): 1e-3, (16, 36): 2e-3, (16, 72): 2e-3}
-"""Of AdamW by accumulation and iterations of 1F1B before; the best in ``start_rate``."""
-MUON = {"optimizer": "muon", "beta1": 0.8}
-"""Muon with the best momentum in ``muon_momentum``."""
-NADAM = {"optimizer": "nadam", "beta1": 0.9}
-"""NAdam with the best momentum in ``nadam``."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +45,6 @@ class Experiment:
             for seed in range(1, self.seeds + 1)
             for label, settings in self.runs.items()
         ]
-
-
-def flush(**changes) -> Settings:
-    """Return 1F1B. Its result does not depend on the size of microbatches but for rounding."""
-    if "lr" not in changes:
-        changes["lr"] = RATES[changes.get("optimizer", "adam")][SYNC]
-    return Settings(**{"schedule": "sync", "batch": BATCH, "microbatch": BATCH // 4, **changes})
-
-
-def paci(accumulation: int, *, start: int = 0, **changes) -> Settings:
-    """Return PACI, one window per iteration: ``accumulation`` microbatches make the batch.
-
-    Args:
-        start: Iterations of 1F1B before.
-    """
-    if "lr" not in changes:
-        changes["lr"] = RATES[changes.get("optimizer", "adam")][accumulation]
-    schedule = f"sync:0,{accumulation}:{start * BATCH}" if start else str(accumulation)
-    return flush(**{"schedule": schedule, "microbatch": BATCH // accumulation, **changes})
 
 
 def accumulation() -> dict[str, Settings]:
@@ -115,29 +89,27 @@ def recomputation() -> dict[str, Settings]:
     return runs
 
 
-def rates(optimizer: str, values: tuple[float, ...]) -> dict[str, Settings]:
-    """Every schedule at every learning rate."""
-    return {
-        f"{label}, lr {lr:g}": settings
-        for lr in values
-        for label, settings in three_schedules(lr=lr, optimizer=optimizer).items()
+def low_rates() -> dict[str, Settings]:
+    """The learning rate of the smallest accumulations, and half of it."""
+    return {"1F1B, lr 0.0005": flush(lr=5e-4)} | {
+        f"a={a}, lr {lr:g}": paci(a, lr=lr) for lr in (5e-4, 2.5e-4) for a in (1, 2, 4)
     }
 
 
-def three_schedules(**changes) -> dict[str, Settings]:
-    """1F1B, and PACI with drift up to 2 and 1."""
-    return {"1F1B": flush(**changes), "a=4": paci(4, **changes), "a=16": paci(16, **changes)}
-
-
 def optimizers() -> dict[str, Settings]:
-    """Every optimizer with its best momentum and learning rates, one with a rate besides."""
+    """Megatron's optimizers with their best momenta and learning rates."""
     return {
         f"{name}, {label}": settings
-        for name, changes in (
-            ("AdamW", {}), ("NAdam", NADAM), ("SGD", {"optimizer": "sgd"}), ("Muon", MUON)
-        )
+        for name, changes in (("AdamW", {}), ("SGD", {"optimizer": "sgd"}), ("Muon", MUON))
         for label, settings in three_schedules(**changes).items()
-    } | {"NAdam, a=16, lr 0.002": paci(16, lr=2e-3, **NADAM)}
+    }
+
+
+def nesterov() -> dict[str, Settings]:
+    """NAdam at the rates that three seeds bear, and with a=16 at the one that was best in one."""
+    return {"1F1B, AdamW": flush()} | {
+        f"{label}, NAdam": settings for label, settings in three_schedules(**NADAM).items()
+    } | {"a=16, NAdam, lr 0.002": paci(16, lr=2e-3, **NADAM)}
 
 
 def depth() -> dict[str, Settings]:
@@ -223,14 +195,15 @@ LONG = {"iterations": 1500, "warmup": 75, "validations": 20}
 
 
 def time_to_loss() -> dict[str, Settings]:
-    """Longer runs with Muon, for the time to a validation loss.
+    """Longer runs with Muon, for the time to a validation loss."""
+    return {"1F1B, Muon": flush(**MUON, **LONG), "a=16, Muon": paci(16, **MUON, **LONG)}
 
-    With as many updates PACI ends a little above 1F1B, so there are some with more.
-    """
+
+def time_with_more_updates() -> dict[str, Settings]:
+    """With as many updates as 1F1B PACI ends a little above it; with these below."""
     longer = {**LONG, "iterations": 1700, "warmup": 85}
     return {
         "1F1B, Muon": flush(**MUON, **LONG),
-        "a=16, Muon": paci(16, **MUON, **LONG),
         "a=16, Muon, 1700 updates": paci(16, **MUON, **longer),
     }
 
@@ -260,8 +233,8 @@ SWEEP = 1
 
 _TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
     ("rate", "Which learning rate does each schedule want?",
-     lambda: rates("adam", (5e-4, 1e-3, 2e-3, 4e-3)) | {"a=4, lr 0.00025": paci(4, lr=2.5e-4)},
-     lambda runs: _to_1f1b_before(runs) | {"a=4, lr 0.00025": "1F1B, lr 0.0005"}, 3),
+     lambda: rates("adam", (5e-4, 1e-3, 2e-3, 4e-3)), _to_1f1b_before, 3),
+    ("low_rate", "Do small accumulations want a lower one still?", low_rates, _to_first, 3),
     ("accumulation", "What does the accumulation a do, at equal batch?",
      accumulation, _to_first, 3),
     ("mismatch", "Does it matter that backwards see newer weights?", mismatch, _to_first, 3),
@@ -275,10 +248,11 @@ _TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
     ("muon_momentum", "Which momentum does Muon want?",
      muon_momentum, _to_1f1b_before, SWEEP),
     ("nadam", "Which momentum does NAdam want?", nadam, _to_1f1b_before, SWEEP),
+    ("nesterov", "Does Nesterov momentum make up for delay?", nesterov,
+     lambda runs: _to_1f1b_before(runs) | {"1F1B, NAdam": "1F1B, AdamW"}, 3),
     ("sgd", "Which learning rate does SGD want?",
      lambda: rates("sgd", (0.05, 0.1, 0.2)), _to_1f1b_before, SWEEP),
-    ("optimizers", "What does delay cost which optimizer?", optimizers,
-     lambda runs: _to_1f1b_before(runs) | {"NAdam, a=16, lr 0.002": "NAdam, 1F1B"}, 3),
+    ("optimizers", "What does delay cost which optimizer?", optimizers, _to_1f1b_before, 3),
     ("recipe", "What do Muon and a synchronous start do together?", recipe, _to_first, 3),
     ("clipping", "Which norm should clip?", clipping, _to_1f1b_before, 3),
     ("tied", "Do tied embeddings learn as well?", tied, _to_1f1b_before, 3),
@@ -288,7 +262,9 @@ _TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
     ("stability", "Which learning rate breaks which schedule?", stability, _to_1f1b_before, 3),
     ("time", "How long does it take to a validation loss, with Muon?",
      time_to_loss, _to_first, 3),
-    ("time_adam", "And with AdamW?", time_with_adam, _to_first, 3),
+    ("time_longer", "And with some updates more than 1F1B?",
+     time_with_more_updates, _to_first, 3),
+    ("time_adam", "How long does it take with AdamW?", time_with_adam, _to_first, 3),
 )
 
 EXPERIMENTS = {

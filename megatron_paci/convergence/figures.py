@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,12 +16,12 @@ from megatron_paci.plots import COLOURS, FAINT, INK, OTHER_COLOURS
 PALETTE = (COLOURS["1f1b"], COLOURS["paci"], COLOURS["interleaved"], *OTHER_COLOURS, "#000000")
 
 
-def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw the figures of the experiments that have results; return the files."""
+def draw(results: Results, folder: Path, names: Iterable[str] = EXPERIMENTS) -> list[Path]:
+    """Draw the figures of those of the named experiments that have results; return the files."""
     written = []
-    for name, draw_one in FIGURES.items():
-        experiment = EXPERIMENTS[name]
-        if any(results.of(experiment, label) for label in experiment.runs):
+    for name in names:
+        experiment, draw_one = EXPERIMENTS[name], FIGURES.get(name)
+        if draw_one and any(results.of(experiment, label) for label in experiment.runs):
             path = folder / f"convergence-{name}.png"
             figure, axes = _figure(experiment.question)
             draw_one(axes, experiment, results)
@@ -131,6 +131,7 @@ FIGURES: dict[str, Callable[[Any, Experiment, Results], None]] = {
     "depth": _over_setting("stages", log_base=2),
     "stability": _over_setting("lr", log_base=2),
     "time": _over_time,
+    "time_longer": _over_time,
     "time_adam": _over_time,
     "recipe": _over_samples,
 }

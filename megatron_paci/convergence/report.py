@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from statistics import mean, stdev
+from typing import Any
 
 from megatron_paci.convergence.clock import OVERHEADS, best_flush, first_below, times
 from megatron_paci.convergence.experiments import EXPERIMENTS, Experiment
@@ -17,6 +18,8 @@ from megatron_paci.convergence.settings import Settings
 from megatron_paci.convergence.watch import watch_rows
 from megatron_paci.student import interval
 
+TIMES = ("time", "time_longer", "time_adam")
+"""Experiments with a second table, of times."""
 TABLE = re.compile(
     r"(<!-- table (\w+): python docs/convergence\.py --report -->\n)(.*?)(<!-- end of table -->\n)",
     re.DOTALL,
@@ -122,11 +125,36 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return lines[0] + "| --- " * len(head) + "|\n" + "".join(lines[1:])
 
 
+def repeated(experiment: Experiment, again: Results, kept: Results) -> str:
+    """Return a line on how far runs that were made again are from those kept."""
+    pairs = [
+        (run, before)
+        for settings in (settings for _, settings in experiment.seeded())
+        if (run := again.get(settings)) and (before := kept.get(settings))
+    ]
+    others = [pair for pair in pairs if not _same(*pair)]
+    apart = [abs(final(run) - final(before)) for run, before in others]
+    ended = [each for each in apart if not math.isnan(each)]
+    return (
+        f"{len(pairs)} of {len(experiment.seeded())} runs are done again; "
+        f"{len(pairs) - len(others)} with all losses as kept"
+        + (f", the validation losses of the others end at most {max(ended):.5f} apart"
+           if ended else "")
+        + (f"; {len(apart) - len(ended)} diverged here or there alone" if ended != apart else "")
+    )
+
+
+def _same(run: dict[str, Any], before: dict[str, Any]) -> bool:
+    # As text, for the last loss of a run that has diverged may be no number.
+    return all(json.dumps(run[name]) == json.dumps(before[name])
+               for name in ("losses", "validation", "diverged"))
+
+
 def settings_table() -> str:
     """Return the settings that runs have unless their label says otherwise."""
     import dataclasses
 
-    from megatron_paci.convergence.experiments import flush
+    from megatron_paci.convergence.runs import flush
 
     base = flush()
     return _rows(("setting", "value"), [
@@ -165,7 +193,7 @@ def tables(results: Results) -> dict[str, str]:
         found[name] = table(experiment, results)
         if name in FIGURES and any(results.of(experiment, label) for label in experiment.runs):
             found[name] += f"\n![{experiment.question}](images/convergence-{name}.png)\n"
-    for name in ("time", "time_adam"):
+    for name in TIMES:
         found[f"{name}_ratio"] = time_table(EXPERIMENTS[name], results)
     return found
 
