@@ -262,7 +262,7 @@ _TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
     ("stability", "Which learning rate breaks which schedule?", stability, _to_1f1b_before, 3),
     ("time", "How long does it take to a validation loss, with Muon?",
      time_to_loss, _to_first, 3),
-    ("time_longer", "And with some updates more than 1F1B?",
+    ("time_longer", "How long does it take with some more updates than 1F1B?",
      time_with_more_updates, _to_first, 3),
     ("time_adam", "How long does it take with AdamW?", time_with_adam, _to_first, 3),
 )
