@@ -127,7 +127,7 @@ def stability() -> dict[str, Settings]:
     """Learning rates beyond those of ``rate``, until something breaks."""
     return {
         label: replace(settings, iterations=120, warmup=6)
-        for label, settings in rates("adam", (1.6e-2, 6.4e-2)).items()
+        for label, settings in rates("adam", (1.6e-2, 6.4e-2, 2.56e-1)).items()
     }
 
 
