@@ -14,7 +14,9 @@ from megatron_paci.loss_watch import LossWatch
 
 BEHIND = 0.3
 """A run is far behind if its validation loss ends so many nats above that of its 1F1B."""
-OUTCOMES = (f"end less than {BEHIND} nats behind 1F1B", "end farther behind", "have SGD", "diverge")
+NEAR, FAR, SGD, DIVERGED = OUTCOMES = (
+    f"end less than {BEHIND} nats behind 1F1B", "end farther behind", "have SGD", "diverge",
+)
 """SGD by itself: it trains so badly here that its 1F1B would be told of, too."""
 
 
@@ -47,11 +49,11 @@ def outcomes(results: Results) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _outcome(result: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
     if result["diverged"] is not None:
-        return OUTCOMES[3]
+        return DIVERGED
     if result["settings"]["optimizer"] == "sgd":
-        return OUTCOMES[2]
+        return SGD
     # Not a number, where 1F1B has diverged, is no lead.
-    return OUTCOMES[1] if final(result) - final(compared) > BEHIND else OUTCOMES[0]
+    return FAR if final(result) - final(compared) > BEHIND else NEAR
 
 
 def _share(value: float) -> str:
