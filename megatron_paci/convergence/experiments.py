@@ -90,9 +90,10 @@ def recomputation() -> dict[str, Settings]:
 
 
 def low_rates() -> dict[str, Settings]:
-    """The learning rate of the smallest accumulations, and half of it."""
+    """Learning rates of the smallest accumulations, down to one that is too low."""
+    tried = ((5e-4, (1, 2, 4)), (2.5e-4, (1, 2, 4)), (1.25e-4, (1, 2)))
     return {"1F1B, lr 0.0005": flush(lr=5e-4)} | {
-        f"a={a}, lr {lr:g}": paci(a, lr=lr) for lr in (5e-4, 2.5e-4) for a in (1, 2, 4)
+        f"a={a}, lr {lr:g}": paci(a, lr=lr) for lr, accumulations in tried for a in accumulations
     }
 
 

@@ -7,7 +7,7 @@ from megatron_paci.convergence.settings import Settings
 
 BATCH = 32
 RATES = {
-    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 5e-4, 4: 5e-4, 8: 5e-4, 16: 1e-3},
+    "adam": {SYNC: 2e-3, 1: 5e-4, 2: 2.5e-4, 4: 5e-4, 8: 5e-4, 16: 1e-3},
     "nadam": {SYNC: 1e-3, 4: 5e-4, 16: 1e-3},
     "muon": dict.fromkeys((SYNC, 4, 8, 16), 4e-3),
     "sgd": dict.fromkeys((SYNC, 4, 16), 0.1),
