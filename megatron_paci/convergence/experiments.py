@@ -116,10 +116,12 @@ def nesterov() -> dict[str, Settings]:
 def depth() -> dict[str, Settings]:
     """More stages at the same accumulation, for one model of 32 thin layers.
 
-    There is one 1F1B: N decides only from which seeds its weights are drawn.
+    1F1B computes the same with any N, which decides only from which seeds its weights are drawn;
+    at the learning rate of PACI it shows how much of the difference is due to that rate.
     """
     model = {"layers": 32, "hidden": 56, "iterations": 180, "warmup": 9}
-    return {"1F1B": flush(**model)} | {
+    rate = RATES["adam"][8]
+    return {"1F1B": flush(**model), f"1F1B, lr {rate:g}": flush(lr=rate, **model)} | {
         f"N={stages}, a=8": paci(8, stages=stages, **model) for stages in (4, 8, 16, 32)
     }
 

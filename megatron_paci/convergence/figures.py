@@ -92,22 +92,23 @@ def _curves(
 def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Results], None]:
     """Return what draws the final loss against a setting, a dot per seed, a line per schedule.
 
-    A schedule with one value of the setting, where others have more, is a level line.
+    1F1B is a level line where the setting is the number of stages: it counts nothing there.
     """
 
     def draw_one(axes: Any, experiment: Experiment, results: Results) -> None:
+        colours = iter(PALETTE)
         groups: dict[str, list[tuple[float, list[float]]]] = {}
         for label, settings in experiment.runs.items():
             losses = [final(run) for run in results.of(experiment, label).values()
                       if run["diverged"] is None]
-            if losses:
+            if losses and name == "stages" and settings.schedule == "sync":
+                axes.axhline(mean(losses), color=next(colours), linewidth=2.2, label=label)
+            elif losses:
                 groups.setdefault(_schedule(settings), []).append(
                     (getattr(settings, name), losses)
                 )
-        for colour, (label, points) in zip(PALETTE, groups.items()):
-            if len(points) == 1 < max(map(len, groups.values())):
-                axes.axhline(mean(points[0][1]), color=colour, linewidth=2.2, label=label)
-                continue
+        for label, points in groups.items():
+            colour = next(colours)
             points.sort()
             axes.plot([x for x, _ in points], [mean(losses) for _, losses in points],
                       color=colour, linewidth=2.2, label=label)

@@ -72,7 +72,7 @@ def test_a_figure_shows_every_run_apart_from_the_others(tmp_path, name):
     shown = [line for line in axes.lines if not line.get_label().startswith("_")]
     assert len({(line.get_color(), line.get_linestyle()) for line in shown}) == len(shown)
     dots = sum(line.get_linestyle() == "None" for line in axes.lines)
-    level = 1 if name == "depth" else 0  # 1F1B, which is no matter of the number of stages
+    level = 2 if name == "depth" else 0  # 1F1B, which is no matter of the number of stages
     assert len(experiment.runs) == (dots + level if dots else len(shown))
 
 
