@@ -92,30 +92,37 @@ def _curves(
 def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Results], None]:
     """Return what draws the final loss against a setting, a dot per seed, a line per schedule.
 
-    1F1B is a level line where the setting is the number of stages: it counts nothing there.
+    1F1B is a level line where the setting is the number of stages: it counts nothing there. How
+    many seeds diverged stands above the others.
     """
 
     def draw_one(axes: Any, experiment: Experiment, results: Results) -> None:
         colours = iter(PALETTE)
-        groups: dict[str, list[tuple[float, list[float]]]] = {}
+        groups: dict[str, dict[float, list[dict[str, Any]]]] = {}
         for label, settings in experiment.runs.items():
-            losses = [final(run) for run in results.of(experiment, label).values()
-                      if run["diverged"] is None]
-            if losses and name == "stages" and settings.schedule == "sync":
-                axes.axhline(mean(losses), color=next(colours), linewidth=2.2, label=label)
-            elif losses:
-                groups.setdefault(_schedule(settings), []).append(
-                    (getattr(settings, name), losses)
-                )
-        for label, points in groups.items():
-            colour = next(colours)
-            points.sort()
-            axes.plot([x for x, _ in points], [mean(losses) for _, losses in points],
-                      color=colour, linewidth=2.2, label=label)
-            for x, losses in points:
-                axes.plot([x] * len(losses), losses, "o", color=colour, markersize=5)
+            runs = list(results.of(experiment, label).values())
+            if runs and name == "stages" and settings.schedule == "sync":
+                axes.axhline(mean(map(final, runs)), color=next(colours), linewidth=2.2,
+                             label=label)
+            elif runs:
+                groups.setdefault(_schedule(settings), {})[getattr(settings, name)] = runs
+        for line, (label, points) in enumerate(groups.items()):
+            colour, means = next(colours), []
+            for x, runs in sorted(points.items()):
+                losses = [final(run) for run in runs if run["diverged"] is None]
+                if losses:
+                    means.append((x, mean(losses)))
+                    axes.plot([x] * len(losses), losses, "o", color=colour, markersize=5)
+                if len(losses) < len(runs):
+                    axes.margins(y=0.25)  # space for these
+                    axes.annotate(
+                        f"{len(runs) - len(losses)} of {len(runs)} diverged", (x, 0.97 - line / 20),
+                        xycoords=axes.get_xaxis_transform(), ha="right", va="top", color=colour,
+                        fontsize=11,
+                    )
+            axes.plot(*zip(*means), color=colour, linewidth=2.2, label=label)
         axes.set_xscale("log", base=log_base)
-        values = sorted({x for points in groups.values() for x, _ in points})
+        values = sorted({x for points in groups.values() for x in points})
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.set_xlabel(name.replace("lr", "learning rate"), fontsize=12, color=INK)
 

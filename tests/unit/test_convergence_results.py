@@ -76,6 +76,23 @@ def test_a_figure_shows_every_run_apart_from_the_others(tmp_path, name):
     assert len(experiment.runs) == (dots + level if dots else len(shown))
 
 
+def test_a_figure_tells_of_runs_that_diverged(tmp_path):
+    experiment, results = EXPERIMENTS["stability"], Results(tmp_path)
+    for settings in experiment.runs.values():
+        for seed in (1, 2):
+            broken = settings.lr > 0.1 and (settings.schedule == "sync" or seed == 2)
+            write(results, replace(settings, seed=seed), [] if broken else [[120, 3.0]],
+                  diverged=5 if broken else None)
+    axes = Figure().subplots()
+    FIGURES["stability"](axes, experiment, results)
+    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [
+        ("2 of 2 diverged", 0.256), ("1 of 2 diverged", 0.256), ("1 of 2 diverged", 0.256)
+    ]
+    lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
+    assert lines["1F1B"] == [0.016, 0.064]
+    assert lines["PACI a=4"] == [0.016, 0.064, 0.256]
+
+
 def test_a_table_compares_seed_by_seed(tmp_path):
     experiment = Experiment("few", "?", {"1F1B": flush(), "PACI a=4": paci(4)}, {})
     results = Results(tmp_path)
