@@ -1,7 +1,9 @@
 """tools/canary.py: what is asked for, which Megatron is found, and what is said in the end."""
 
 import importlib.util
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,15 @@ def test_the_summary_of_a_new_version():
         *problems,
         "tests: not run",
     ]
+
+
+def test_examples_of_a_checkout_do_not_hide_ours(checkout):
+    (checkout / "examples").mkdir()
+    (checkout / "examples" / "__init__.py").touch()
+    root = SOURCE.parents[1]
+    found = subprocess.run(
+        [sys.executable, "-c", "import examples; print(*examples.__path__)"],
+        env={"PYTHONPATH": f"{root}{os.pathsep}{checkout}"}, cwd=checkout.parent,
+        stdout=subprocess.PIPE, text=True, check=True,
+    )
+    assert found.stdout.strip() == str(root / "examples")
