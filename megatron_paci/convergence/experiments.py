@@ -211,6 +211,16 @@ def time_with_more_updates() -> dict[str, Settings]:
     }
 
 
+def time_over_more_updates() -> dict[str, Settings]:
+    """The same over 2400 updates of 1F1B."""
+    longer = {**LONG, "iterations": 2400, "warmup": 120}
+    longest = {**LONG, "iterations": 2700, "warmup": 135}
+    return {
+        "1F1B, Muon": flush(**MUON, **longer),
+        "a=16, Muon, 2700 updates": paci(16, **MUON, **longest),
+    }
+
+
 def time_with_adam() -> dict[str, Settings]:
     """The same with AdamW."""
     return {
@@ -267,6 +277,9 @@ _TABLE: tuple[tuple[str, str, Callable, Callable, int], ...] = (
      time_to_loss, _to_first, 3),
     ("time_longer", "How long does it take with some more updates than 1F1B?",
      time_with_more_updates, _to_first, 3),
+    # One seed: with three it would take more than an hour on two cores.
+    ("time_longest", "How long does it take over 2400 updates of 1F1B?",
+     time_over_more_updates, _to_first, SWEEP),
     ("time_adam", "How long does it take with AdamW?", time_with_adam, _to_first, 3),
 )
 

@@ -140,6 +140,7 @@ FIGURES: dict[str, Callable[[Any, Experiment, Results], None]] = {
     "stability": _over_setting("lr", log_base=2),
     "time": _over_time,
     "time_longer": _over_time,
+    "time_longest": _over_time,
     "time_adam": _over_time,
     "recipe": _over_samples,
 }

@@ -57,7 +57,7 @@ def test_the_name_of_a_run_depends_on_what_differs_from_the_default():
 def test_experiments_compare_like_with_like():
     for experiment in EXPERIMENTS.values():
         sweep = experiment.name in (
-            "discount", "start_rate", "muon", "muon_momentum", "nadam", "sgd"
+            "discount", "start_rate", "muon", "muon_momentum", "nadam", "sgd", "time_longest"
         )
         assert len(experiment.seeded()) == (1 if sweep else 3) * len(experiment.runs)
         for label, settings in experiment.runs.items():
