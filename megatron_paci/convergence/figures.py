@@ -98,29 +98,28 @@ def _over_setting(name: str, *, log_base: int) -> Callable[[Any, Experiment, Res
 
     def draw_one(axes: Any, experiment: Experiment, results: Results) -> None:
         colours = iter(PALETTE)
-        groups: dict[str, dict[float, list[dict[str, Any]]]] = {}
+        groups: dict[str, dict[float, tuple[list[float], int]]] = {}
         for label, settings in experiment.runs.items():
-            runs = list(results.of(experiment, label).values())
-            if runs and name == "stages" and settings.schedule == "sync":
-                axes.axhline(mean(map(final, runs)), color=next(colours), linewidth=2.2,
-                             label=label)
+            runs = results.of(experiment, label).values()
+            losses = [final(run) for run in runs if run["diverged"] is None]
+            if losses and name == "stages" and settings.schedule == "sync":
+                axes.axhline(mean(losses), color=next(colours), linewidth=2.2, label=label)
             elif runs:
-                groups.setdefault(_schedule(settings), {})[getattr(settings, name)] = runs
+                group = groups.setdefault(_schedule(settings), {})
+                group[getattr(settings, name)] = losses, len(runs)
         for line, (label, points) in enumerate(groups.items()):
-            colour, means = next(colours), []
-            for x, runs in sorted(points.items()):
-                losses = [final(run) for run in runs if run["diverged"] is None]
-                if losses:
-                    means.append((x, mean(losses)))
-                    axes.plot([x] * len(losses), losses, "o", color=colour, markersize=5)
-                if len(losses) < len(runs):
+            colour = next(colours)
+            means = [(x, mean(losses)) for x, (losses, _) in sorted(points.items()) if losses]
+            axes.plot(*zip(*means), color=colour, linewidth=2.2, label=label)
+            for x, (losses, count) in points.items():
+                axes.plot([x] * len(losses), losses, "o", color=colour, markersize=5)
+                if len(losses) < count:
                     axes.margins(y=0.25)  # space for these
                     axes.annotate(
-                        f"{len(runs) - len(losses)} of {len(runs)} diverged", (x, 0.97 - line / 20),
+                        f"{count - len(losses)} of {count} diverged", (x, 0.97 - line / 20),
                         xycoords=axes.get_xaxis_transform(), ha="right", va="top", color=colour,
                         fontsize=11,
                     )
-            axes.plot(*zip(*means), color=colour, linewidth=2.2, label=label)
         axes.set_xscale("log", base=log_base)
         values = sorted({x for points in groups.values() for x in points})
         axes.set_xticks(values, [f"{value:g}" for value in values])

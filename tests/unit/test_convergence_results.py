@@ -93,6 +93,15 @@ def test_a_figure_tells_of_runs_that_diverged(tmp_path):
     assert lines["PACI a=4"] == [0.016, 0.064, 0.256]
 
 
+def test_a_level_line_leaves_out_seeds_that_diverged(tmp_path):
+    experiment, results = EXPERIMENTS["depth"], Results(tmp_path)
+    write(results, experiment.runs["1F1B"], [[180, 2.5]])
+    write(results, replace(experiment.runs["1F1B"], seed=2), [], diverged=5)
+    axes = Figure().subplots()
+    FIGURES["depth"](axes, experiment, results)
+    assert [list(line.get_ydata()) for line in axes.lines] == [[2.5, 2.5]]
+
+
 def test_a_table_compares_seed_by_seed(tmp_path):
     experiment = Experiment("few", "?", {"1F1B": flush(), "PACI a=4": paci(4)}, {})
     results = Results(tmp_path)
